@@ -1,0 +1,182 @@
+"""What a model server must do for us, and the values that cross that border.
+
+In: a `GenerationRequest` (token ids, chunk spans, sampling, policy). Out: `GenerationChunk`s, the
+last of which carries the `Receipt`: what was reused, what was not, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheslide_agents.chunks import Role, Span
+from cacheslide_agents.errors import BackendError, RequestError
+
+Outcome = Literal["cold", "hit", "partial", "declined", "fallback"]
+ChunkState = Literal["hit", "aligned", "update", "vanished"]
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Decoding parameters. `temperature=0` is greedy; `top_k=0` and `top_p=1` switch those off."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+            "temperature": (0.0 <= self.temperature < float("inf"), "finite and at least 0"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 means no limit)"),
+            "stop": (all(self.stop), "made of non-empty strings"),
+        }
+        for name, (holds, rule) in checks.items():
+            if not holds:
+                raise RequestError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+
+class PolicyLike(Protocol):
+    """All a backend's caller needs to know of a policy; see `cacheslide_agents.policies`."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to answer.
+
+    `spans` partition `prompt_ids`. `namespace` isolates tenants; `task` names the kind of prompt;
+    `session` hints at one agent's run. `policy=None` takes the backend's default. With
+    `retain=False` the prompt does not become a cached context.
+    """
+
+    prompt_ids: Sequence[int]
+    spans: Sequence[Span] = ()
+    namespace: str = "default"
+    task: str = "default"
+    session: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    grammar: Any = None
+    policy: PolicyLike | None = None
+    retain: bool = True
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOutcome:
+    """What happened to one chunk. `shift` is that of its first reused run, `None` without one."""
+
+    id: str
+    role: Role
+    tokens: int
+    outcome: ChunkState
+    shift: int | None
+    reused: int
+    corrected: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What happened to one request. Times in seconds; token counts at the last layer.
+
+    `compute_fraction` = active tokens summed over layers / (prompt tokens x layers).
+    """
+
+    request_id: str
+    policy: str
+    outcome: Outcome
+    reason: str
+    prompt_tokens: int
+    reused_tokens: int
+    active_tokens: int
+    compute_fraction: float
+    exact: bool
+    ttft_s: float = 0.0
+    plan_s: float = 0.0
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    queue_s: float = 0.0
+    peak_kv_bytes: int = 0
+    chunks: tuple[ChunkOutcome, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """Text and tokens since the previous chunk; the last one has `finish_reason` and `receipt`."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: Any = None
+    finish_reason: FinishReason | None = None
+    receipt: Receipt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities [continuation tokens, vocabulary] (natural log, float32).
+
+    Row i is the distribution before the i-th continuation token.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    receipt: Receipt
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A model that answers token prompts and remembers their keys and values."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+
+    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]: ...
+    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
+    def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores: ...
+
+    def warm(self, request: GenerationRequest) -> None: ...
+    def pin(self, session: str) -> None: ...
+    def release(self, session: str) -> None: ...
+    def refresh(self, session: str) -> None: ...
+    def metrics(self) -> Mapping[str, float]: ...
+    def close(self) -> None: ...
+
+
+def load_backend(name: str, **options: Any) -> Backend:
+    """The backend registered as `name` (entry point group `cacheslide_agents.backends`)."""
+    found = {entry.name: entry for entry in entry_points(group="cacheslide_agents.backends")}
+    if name not in found:
+        known = ", ".join(sorted(found)) or "none"
+        raise BackendError(f"no backend named {name!r} is installed; known: {known}")
+    try:
+        factory = found[name].load()
+    except ImportError as error:
+        raise BackendError(
+            f"backend {name!r} needs a package that is not installed ({error}); "
+            f"pip install 'cacheslide-agents[{name}]'"
+        ) from error
+    return cast(Backend, factory(**options))

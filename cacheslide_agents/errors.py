@@ -1,0 +1,94 @@
+"""Every error the library raises on purpose; each message names the thing, the place and the mend.
+
+CacheSlideError
+├── PromptError              a prompt cannot be built
+│   ├── TemplateError        a Jinja template is wrong, with file and line
+│   ├── TokenizerError       a tokenizer is missing or does not fit
+│   └── ContextOverflowError the prompt does not fit the model's window
+├── RequestError             a parameter of one request is out of range
+├── ModelError               a model cannot be used
+│   ├── ModelNotFoundError   no such alias, folder or hub id
+│   ├── ModelLoadError       files are missing, truncated or hold non-finite weights
+│   └── UnsupportedModelError  architecture, position scheme or layer type we do not handle
+├── BackendError             unknown or closed backend, or one whose packages are not installed
+├── DataError                benchmark or input data is missing or malformed
+└── ReuseError               reuse of one request went wrong; always answered by dense prefill
+    ├── PageError            a cached page is missing, torn or foreign
+    └── NonFiniteError       NaN or infinity met in cached or corrected keys and values
+"""
+
+from __future__ import annotations
+
+
+class CacheSlideError(Exception):
+    """Base of all errors below."""
+
+
+class PromptError(CacheSlideError):
+    pass
+
+
+class TemplateError(PromptError):
+    """A template is wrong. `path` and `line` say where (line counts from 1)."""
+
+    def __init__(self, message: str, *, path: str = "<string>", line: int | None = None) -> None:
+        self.path = path
+        self.line = line
+        where = path if line is None else f"{path}:{line}"
+        super().__init__(f"{where}: {message}")
+
+
+class TokenizerError(PromptError):
+    pass
+
+
+class ContextOverflowError(PromptError):
+    """The prompt (plus at least one new token) is longer than the model's window."""
+
+    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.max_model_len = max_model_len
+        super().__init__(
+            f"the prompt has {prompt_tokens} tokens but the model's window is {max_model_len} "
+            "and needs room for at least one new token; shorten the prompt"
+        )
+
+
+class RequestError(CacheSlideError):
+    pass
+
+
+class ModelError(CacheSlideError):
+    pass
+
+
+class ModelNotFoundError(ModelError):
+    pass
+
+
+class ModelLoadError(ModelError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    pass
+
+
+class BackendError(CacheSlideError):
+    pass
+
+
+class DataError(CacheSlideError):
+    pass
+
+
+class ReuseError(CacheSlideError):
+    pass
+
+
+class PageError(ReuseError):
+    pass
+
+
+class NonFiniteError(ReuseError):
+    pass

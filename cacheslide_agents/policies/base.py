@@ -1,0 +1,106 @@
+"""The shape of a policy, and the plan that the planner makes of it for one request.
+
+A policy is a small frozen dataclass: which caches it needs (`population`), which tokens of a prompt
+it reuses (`reuse`), where they stand (`positions`), and which of them it recomputes (`selector`,
+with `fusion` and `gate` deciding what becomes of the recomputed keys and values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from cacheslide_agents.backend import ChunkOutcome, Outcome
+from cacheslide_agents.chunks import Run, Span
+from cacheslide_agents.pages.base import StoredContext
+from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector
+from cacheslide_agents.selection.fusion import Fusion
+from cacheslide_agents.selection.gate import Gate
+
+
+class Population(StrEnum):
+    """What must have been stored before a turn can be reused."""
+
+    NONE = "none"
+    CONTEXT = "context"
+    ISOLATED = "isolated"
+
+
+class Reuse(StrEnum):
+    """Which tokens of the prompt a policy takes from the store."""
+
+    NOTHING = "nothing"
+    EXACT_PREFIX = "exact_prefix"
+    RUNS = "runs"
+    CHUNKS = "chunks"
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Knobs are dataclass fields; these properties are all the planner and executor look at."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def population(self) -> Population: ...
+    @property
+    def reuse(self) -> Reuse: ...
+    @property
+    def min_run(self) -> int: ...
+    @property
+    def selector(self) -> Selector | LayerSelector | None: ...
+    @property
+    def fusion(self) -> Fusion: ...
+    @property
+    def gate(self) -> Gate | None: ...
+    @property
+    def may_decline(self) -> bool:
+        """Whether plain prefix reuse may be taken instead when the cost model finds it cheaper."""
+        ...
+
+    def positions(self, spans: tuple[Span, ...], length: int) -> npt.NDArray[np.int64]:
+        """Where each prompt token stands [n]; `arange(n)` unless a schema leaves gaps."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Reused tokens [start, start + length), taken from `source` at `cached_start`.
+
+    Keys in a store are position-free, so `shift` is for the receipt only.
+    """
+
+    run: Run
+    source: StoredContext
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one request will be prefilled.
+
+    `active` bool [n]: tokens known beforehand to be run through the layers (the update, the last
+    token, static correction tokens). With a `narrow` selector layers 0..narrow.layer run for all
+    tokens of [head, n) and the correction tokens are chosen there. `head`: the length of the
+    common head, whose left context is unchanged. `exact` bool [n] holds after this prefill.
+    """
+
+    ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    runs: tuple[PlannedRun, ...]
+    active: npt.NDArray[np.bool_]
+    exact: npt.NDArray[np.bool_]
+    head: int
+    policy: Policy
+    narrow: LayerSelector | None
+    view: SelectionView | None
+    outcome: Outcome
+    reason: str
+    probe_layer_tokens: int
+    spans: tuple[Span, ...]
+    chunk_reasons: Mapping[str, str]
+    vanished: tuple[ChunkOutcome, ...] = ()
