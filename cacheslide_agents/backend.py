@@ -117,7 +117,9 @@ class Receipt:
     chunks: tuple[ChunkOutcome, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain JSON values, so that a receipt survives any log, trace or checkpoint."""
+        chunks = [{**asdict(chunk), "role": chunk.role.value} for chunk in self.chunks]
+        return {**asdict(self), "chunks": chunks}
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,19 @@ class StoredContext:
 
 
 class PageStore(Protocol):
-    """Stored contexts under a byte budget. Implementations are safe to call from several threads."""
+    """Stored contexts under a byte budget. Implementations may be called from several threads."""
 
-    def put(self, context: StoredContext, layers: Sequence[LayerKV]) -> bool:
-        """Take over the tensors; false when admission refused them (larger than the budget)."""
+    def put(
+        self,
+        context: StoredContext,
+        layers: Sequence[LayerKV],
+        residuals: Mapping[int, Tensor] | None = None,
+    ) -> bool:
+        """Take over the tensors; false when admission refused them (larger than the budget).
+
+        `residuals[layer]` [tokens, hidden] are hidden states after `layer`: checkpoints that let a
+        promoting gate start a token in mid-model. They count in the budget.
+        """
         ...
 
     def find(self, key: ContextKey, session: str | None = None) -> list[StoredContext]:
@@ -68,6 +77,10 @@ class PageStore(Protocol):
 
     def load(self, context: StoredContext, layer: int) -> LayerKV:
         """One layer of a context. `PageError` when a page is missing or torn (a counted miss)."""
+        ...
+
+    def residual(self, context: StoredContext, layer: int) -> Tensor | None:
+        """Hidden states [tokens, hidden] after `layer`, or `None` where none were stored."""
         ...
 
     def pin(self, session: str) -> None: ...

@@ -7,13 +7,15 @@ with `fusion` and `gate` deciding what becomes of the recomputed keys and values
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Run, Span
@@ -40,6 +42,13 @@ class Reuse(StrEnum):
     CHUNKS = "chunks"
 
 
+class Order(StrEnum):
+    """Whether a chunk that changed places with another one is reused."""
+
+    RELATIVE = "relative"
+    ANY = "any"
+
+
 @runtime_checkable
 class Policy(Protocol):
     """Knobs are dataclass fields; these properties are all the planner and executor look at."""
@@ -51,7 +60,12 @@ class Policy(Protocol):
     @property
     def reuse(self) -> Reuse: ...
     @property
-    def min_run(self) -> int: ...
+    def min_run(self) -> int:
+        """Tokens that a run must have to be worth taking."""
+        ...
+
+    @property
+    def order(self) -> Order: ...
     @property
     def selector(self) -> Selector | LayerSelector | None: ...
     @property
@@ -65,6 +79,10 @@ class Policy(Protocol):
 
     def positions(self, spans: tuple[Span, ...], length: int) -> npt.NDArray[np.int64]:
         """Where each prompt token stands [n]; `arange(n)` unless a schema leaves gaps."""
+        ...
+
+    def reasons(self, spans: tuple[Span, ...]) -> Mapping[str, str]:
+        """What the policy itself has to say of chunks, by id."""
         ...
 
 
@@ -87,6 +105,20 @@ class Plan:
     token, static correction tokens). With a `narrow` selector layers 0..narrow.layer run for all
     tokens of [head, n) and the correction tokens are chosen there. `head`: the length of the
     common head, whose left context is unchanged. `exact` bool [n] holds after this prefill.
+    The last prompt token is always active and never in a run: `hit & active` are the corrections.
+
+    `outcome`, always of the prefill this plan asks for:
+
+    | outcome | meaning |
+    | --- | --- |
+    | `cold` | nothing is reused: nothing was cached, or no run of it is long enough |
+    | `hit` | every `Role.REUSE` chunk is reused whole (corrections count as reused) |
+    | `partial` | something is reused, but a `Role.REUSE` chunk is new, changed or cut |
+    | `declined` | more could be reused, but the exact prefix alone (or nothing) is cheaper |
+    | `fallback` | reuse went wrong; dense prefill answers |
+
+    A prompt without `Role.REUSE` chunks counts as one such chunk. Whether the very last token was
+    cached is of no account: it is computed in any case.
     """
 
     ids: npt.NDArray[np.int64]
@@ -104,3 +136,21 @@ class Plan:
     spans: tuple[Span, ...]
     chunk_reasons: Mapping[str, str]
     vanished: tuple[ChunkOutcome, ...] = ()
+
+    @cached_property
+    def hit(self) -> npt.NDArray[np.bool_]:
+        """[n], true where a token is taken from the store (and maybe corrected)."""
+        return run_mask([planned.run for planned in self.runs], len(self.ids))
+
+
+Probe = Callable[[Plan, npt.NDArray[np.int64], int], Tensor]
+"""`probe(draft, rows, layer)`: position-free keys [rows, kv_heads, head_dim] that the prompt tokens
+`rows` get at `layer` when only they run through layers 0..layer, over the runs of `draft`."""
+
+
+def run_mask(runs: Sequence[Run], length: int) -> npt.NDArray[np.bool_]:
+    """[length], true inside a run."""
+    mask = np.zeros(length, dtype=np.bool_)
+    for run in runs:
+        mask[run.start : run.stop] = True
+    return mask

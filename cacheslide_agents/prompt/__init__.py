@@ -1,0 +1,1 @@
+"""Template in, aligned tokens out: templates, chat rendering, tokens, alignment."""

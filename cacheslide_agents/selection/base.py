@@ -26,10 +26,11 @@ class SelectionView:
     """One request as selectors see it.
 
     `ids` [n] are the prompt's tokens; `cached_ids` those of the cached context (empty for isolated
-    chunk caches). `runs` are the reused runs, `edits` what lies between them. Keys are position-free,
-    float, shaped [tokens, kv_heads, head_dim]: `cached_keys(layer)` for `candidates` in order,
-    `removed_keys(layer)` for the cached tokens that vanished, `new_keys(layer)` for the update tokens
-    in order (this one runs the update through the first layers; the planner counts that cost).
+    chunk caches). `runs` are the reused runs, `edits` what lies between them. Keys are
+    position-free, float, shaped [tokens, kv_heads, head_dim]: `cached_keys(layer)` for `candidates`
+    in order, `removed_keys(layer)` for the cached tokens that vanished, `new_keys(layer)` for the
+    update tokens in order (this one runs the update through the first layers; the planner counts
+    that cost).
     """
 
     ids: Positions

@@ -1,0 +1,61 @@
+"""Which models this backend computes rightly; the others are refused by name before loading.
+
+In: the config of a model, as a mapping and as transformers completes it. Out: nothing, or an
+`UnsupportedModelError` that names the model, the feature and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cacheslide_agents.errors import UnsupportedModelError
+from cacheslide_agents.position.rotary import Rotary
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def check_model_type(config: Mapping[str, Any], folder: Path) -> None:
+    """Refuses other families, and weights in a format that only their own kernels read."""
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"{folder}: model_type {model_type!r} is not handled by the torch backend; it runs "
+            f"{', '.join(MODEL_TYPES)}"
+        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"{folder}: weights quantised with {method!r} are not handled by the torch backend; "
+            "use the unquantised checkpoint, or dequantise it and save it again"
+        )
+
+
+def check_layers(config: Any, folder: Path) -> None:
+    """Refuses layers that do not attend to the whole context, and rotary schemes not handled."""
+    window = _active_window(config)
+    if window is not None:
+        raise UnsupportedModelError(
+            f"{folder}: sliding-window attention over {window} of {config.max_position_embeddings} "
+            "positions is not handled by the torch backend; use a checkpoint with full attention"
+        )
+    mixed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if mixed and getattr(config, "sliding_window", None) is None:
+        raise UnsupportedModelError(
+            f"{folder}: layers of type {', '.join(sorted(mixed))} are not handled by the torch "
+            "backend; use a checkpoint whose layers all have full attention"
+        )
+    Rotary.from_config(config)
+
+
+def _active_window(config: Any) -> int | None:
+    """Width of a sliding window that is narrower than the context and in use by some layer."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return int(window) if window < config.max_position_embeddings else None

@@ -1,0 +1,182 @@
+"""A model and its tokenizer, loaded and checked, ready to be run.
+
+In: a local folder, an alias (`smollm2-135m`), a `.gguf` file or a hub id, with device and dtype.
+Out: a `LoadedModel`. What cannot be computed rightly is refused before its weights are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from cacheslide_agents.errors import ModelLoadError
+from torch_cacheslide.architecture import check_layers, check_model_type
+from torch_cacheslide.checkpoint import read_config, tensor_entries
+from torch_cacheslide.fingerprint import fingerprint
+from torch_cacheslide.locate import locate
+from torch_cacheslide.quiet import quiet
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model in eval mode, without gradients, and what belongs to it.
+
+    `fingerprint` goes into every cache key: equal weights, config and dtype share it.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    model_id: str
+    path: Path
+    fingerprint: str
+
+
+def load_model(
+    name: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = torch.float32,
+    attn_implementation: str = "sdpa",
+) -> LoadedModel:
+    """Find, check and load `name`: a folder, an alias, a `.gguf` file or a hub id.
+
+    Raises `ModelNotFoundError` (nothing of that name), `UnsupportedModelError` (a family, layer
+    type or position scheme we do not compute) or `ModelLoadError` (files missing, damaged or not
+    fitting together, non-finite weights, a device or dtype that is not there).
+    """
+    place, precision = _device(device), _dtype(dtype)
+    folder = locate(name)
+    raw_config = read_config(folder)
+    check_model_type(raw_config, folder)
+    config = _read(AutoConfig, folder, "config.json cannot be used")
+    check_layers(config, folder)
+    tensor_entries(folder)
+    tokenizer = _load_tokenizer(folder, config.vocab_size)
+    model = _load_weights(folder, config, place, precision, attn_implementation)
+    _check_finite(model, folder, precision)
+    model_id = Path(name).name if Path(name).expanduser().exists() else str(name)
+    return LoadedModel(model, tokenizer, model_id, folder, fingerprint(folder, precision))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ModelLoadError(f"device {device!r} is unknown; use 'cpu' or 'cuda'") from error
+    if place.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= count:
+            raise ModelLoadError(
+                f"device {str(device)!r} was asked for but this machine offers {count} CUDA "
+                "devices to torch; use device='cpu', or install a CUDA build of torch"
+            )
+    elif place.type != "cpu":
+        raise ModelLoadError(f"device {str(device)!r} is not handled; use 'cpu' or 'cuda'")
+    return place
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    precision = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if precision not in DTYPES.values():
+        raise ModelLoadError(f"dtype {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    assert precision is not None
+    return precision
+
+
+def _read(auto_class: Any, folder: Path, trouble: str, **options: Any) -> Any:
+    """`auto_class.from_pretrained(folder)`, silent, offline, its errors made ours."""
+    try:
+        with quiet():
+            return auto_class.from_pretrained(folder, local_files_only=True, **options)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(f"{folder}: {trouble} ({reason})") from error
+
+
+def _load_tokenizer(folder: Path, vocabulary: int) -> PreTrainedTokenizerBase:
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelLoadError(
+            f"{folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES)}); copy the files that "
+            "came with the model, or write them with tokenizer.save_pretrained"
+        )
+    tokenizer: PreTrainedTokenizerBase = _read(
+        AutoTokenizer, folder, "its tokenizer cannot be read; copy the model's own files again"
+    )
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocabulary:
+        raise ModelLoadError(
+            f"{folder}: the tokenizer's highest id is {highest} but the model embeds only "
+            f"{vocabulary} tokens; put back the model's own tokenizer"
+        )
+    return tokenizer
+
+
+def _load_weights(
+    folder: Path, config: Any, device: torch.device, dtype: torch.dtype, attn_implementation: str
+) -> PreTrainedModel:
+    model, report = _read(
+        AutoModelForCausalLM,
+        folder,
+        "its weights cannot be loaded",
+        config=config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        device_map=None if device.type == "cpu" else {"": device},
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # reported, so that we can name them
+        output_loading_info=True,
+    )
+    wrong = {
+        "lacks": report["missing_keys"],
+        "holds wrongly shaped": {key for key, *_ in report["mismatched_keys"]},
+        "holds unknown": report["unexpected_keys"],
+    }
+    for verb, keys in wrong.items():
+        if keys:
+            raise ModelLoadError(_misfit(folder, config.model_type, verb, sorted(keys)))
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded
+
+
+def _misfit(folder: Path, model_type: str, verb: str, keys: list[str]) -> str:
+    shown = ", ".join(keys[:_NAMES_SHOWN]) + (", ..." if len(keys) > _NAMES_SHOWN else "")
+    return (
+        f"{folder} does not fit its config.json ({model_type}): the checkpoint {verb} {len(keys)} "
+        f"tensors ({shown}); fetch config and weights of the same model"
+    )
+
+
+def _check_finite(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """One pass over the weights: a NaN or infinity anywhere makes its tensor's sum non-finite."""
+    sums = {name: _total(weight) for name, weight in model.named_parameters()}
+    suspects = [name for name, total in sums.items() if not torch.isfinite(total)]
+    for name in suspects:
+        if not torch.isfinite(model.get_parameter(name)).all():
+            raise ModelLoadError(
+                f"{folder}: weight {name} is NaN or infinite in {dtype}; the file is damaged, or "
+                "was trained for a wider range (then use dtype='bfloat16' or 'float32')"
+            )
+
+
+def _total(weight: Tensor) -> Tensor:
+    return weight.sum(dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32)

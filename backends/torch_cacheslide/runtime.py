@@ -1,0 +1,173 @@
+"""One request on the worker thread: plan, prefill (or fall back to dense), remember.
+
+In: a `GenerationRequest` and its policy. Out: a `Prompted` request whose working cache is filled,
+ready to decode or score. Whatever goes wrong inside reuse is answered by dense prefill.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cacheslide_agents.backend import GenerationRequest, Receipt
+from cacheslide_agents.errors import ModelError, NonFiniteError, PageError, RequestError
+from cacheslide_agents.pages.base import ContextKey, PageStore
+from cacheslide_agents.policies.base import Plan, Policy, Population
+from cacheslide_agents.policies.cost import CostModel
+from cacheslide_agents.policies.planner import dense_plan, make_plan
+from cacheslide_agents.policies.receipts import build_receipt
+from cacheslide_agents.policies.work import Work
+from cacheslide_agents.position.rotary import Rotary
+from torch_cacheslide.cache import Arena, WorkingCache
+from torch_cacheslide.decode import Continuation
+from torch_cacheslide.prefill import Prefilled, SelectivePrefill
+from torch_cacheslide.remember import remember
+from torch_cacheslide.stack import DecoderStack
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A prompt that has been prefilled; its cache belongs to the runtime's arena."""
+
+    request: GenerationRequest
+    key: ContextKey
+    plan: Plan
+    prefilled: Prefilled
+    cache: WorkingCache
+    receipt: Receipt
+
+    def continuation(self, runtime: Runtime) -> Continuation:
+        return Continuation(
+            runtime.stack,
+            runtime.rotary,
+            self.cache,
+            length=len(self.plan.ids),
+            position=int(self.plan.positions[-1]) + 1,
+        )
+
+
+class Runtime:
+    """Model, page store and working memory of one backend; used by its worker thread only."""
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        rotary: Rotary,
+        store: PageStore,
+        cost: CostModel,
+        fingerprint: str,
+    ) -> None:
+        self.stack, self.rotary, self.store, self.cost = stack, rotary, store, cost
+        self._fingerprint = fingerprint
+        self._arena = Arena(
+            stack.layers, stack.kv_heads, stack.head_dim, dtype=stack.dtype, device=stack.device
+        )
+
+    def prefill(self, request: GenerationRequest, policy: Policy, room: int) -> Prompted:
+        """Prefill the prompt, with space for `room` more tokens."""
+        key = self._key(request)
+        ids = np.asarray(request.prompt_ids, dtype=np.int64)
+        started = perf_counter()
+        try:
+            plan = make_plan(
+                ids,
+                request.spans,
+                key,
+                request.session,
+                policy,
+                self.store,
+                self.cost,
+                self._probe,
+            )
+            plan_s = perf_counter() - started
+            prefilled, cache = self._run(plan, room)
+        except (ModelError, RequestError):
+            raise
+        except Exception as error:  # trouble inside reuse never fails a request
+            log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
+            plan_s = perf_counter() - started
+            plan = dense_plan(ids, request.spans, policy, outcome="fallback", reason=_why(error))
+            prefilled, cache = self._run(plan, room)
+        receipt = build_receipt(
+            plan,
+            request_id=request.request_id,
+            active=prefilled.active,
+            rows_per_layer=prefilled.rows_per_layer,
+            plan_s=plan_s,
+            load_s=prefilled.load_s,
+            compute_s=prefilled.compute_s,
+            peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
+        )
+        work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
+        self.cost.observe(work, prefilled.load_s + prefilled.compute_s)
+        return Prompted(request, key, plan, prefilled, cache, receipt)
+
+    def remember(self, prompted: Prompted, generated: list[int]) -> None:
+        """Make the prompt and its output the next turn's cached context; trouble is only logged."""
+        policy, request = prompted.plan.policy, prompted.request
+        try:
+            if policy.population is Population.CONTEXT:
+                remember(
+                    self.store,
+                    self.rotary,
+                    prompted.key,
+                    prompted.plan,
+                    prompted.cache,
+                    generated=generated,
+                    session=request.session,
+                    residuals=prompted.prefilled.residuals or None,
+                )
+            elif policy.population is Population.ISOLATED:
+                self.populate_chunks(request, policy)
+        except PageError:
+            log.warning("request %s: context not kept", request.request_id, exc_info=True)
+
+    def populate_chunks(self, request: GenerationRequest, policy: Policy) -> None:
+        """Prefill each chunk alone, as CacheBlend and EPIC do; known chunks stay as they are."""
+        key = self._key(request)
+        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        for span in request.spans:
+            ids = prompt[span.start : span.stop]
+            if len(ids) == 0 or self.store.find_isolated(key, ids) is not None:
+                continue
+            alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
+            _, cache = self._run(alone, room=0)
+            remember(self.store, self.rotary, key, alone, cache, isolated=True)
+
+    def _key(self, request: GenerationRequest) -> ContextKey:
+        return ContextKey(self._fingerprint, request.namespace, request.task)
+
+    def _probe(self, draft: Plan, rows: npt.NDArray[np.int64], layer: int) -> Tensor:
+        """Position-free keys [rows, kv_heads, head_dim] at `layer`, for selectors that ask."""
+        cache = WorkingCache(*self._arena.take(len(draft.ids)))
+        prefill = SelectivePrefill(self.stack, self.rotary, self.store, draft, cache)
+        with torch.inference_mode():
+            return prefill.keys_at(rows, layer)
+
+    def _run(self, plan: Plan, room: int) -> tuple[Prefilled, WorkingCache]:
+        cache = WorkingCache(*self._arena.take(len(plan.ids) + room))
+        gate = plan.policy.gate
+        dense = not plan.runs
+        checkpoints = range(gate.every - 1, self.stack.layers, gate.every) if gate and dense else ()
+        prefill = SelectivePrefill(
+            self.stack, self.rotary, self.store, plan, cache, residual_layers=checkpoints
+        )
+        with torch.inference_mode():
+            prefilled = prefill.run()
+        if not torch.isfinite(prefilled.logits).all():
+            if plan.runs:
+                raise NonFiniteError("the logits after reuse are not finite")
+            raise ModelError("the dense logits are not finite; check the weights and the dtype")
+        return prefilled, cache
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,211 @@
+"""Measures policies on one turn, through nothing but the `Backend` protocol.
+
+In: a `Turn` and policies by label. Out: one `Row` per policy: time to first token, work done, and
+the distance of its next-token distributions from those of the dense run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from uuid import uuid4
+
+from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling, Scores
+from cacheslide_agents.bench.metrics import exact_match, kl_divergence, token_f1, top1_agreement
+from cacheslide_agents.bench.results import Row
+from cacheslide_agents.bench.workloads.base import Turn
+from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
+from cacheslide_agents.errors import BackendError
+from cacheslide_agents.policies.base import Policy, Population
+
+REFERENCE = "recompute"
+"""Label of the dense run, which every measurement needs."""
+Encode = Callable[[ChunkedPrompt], EncodedPrompt]
+Policies = Mapping[str, Policy]
+
+
+@dataclass(frozen=True)
+class Populated:
+    """A turn whose previous prompt is cached in a namespace of its own.
+
+    `seconds` and `bytes_written` are what each kind of population took.
+    """
+
+    turn: Turn
+    namespace: str
+    previous: EncodedPrompt
+    prompt: EncodedPrompt
+    seconds: Mapping[Population, float]
+    bytes_written: Mapping[Population, int]
+
+    @property
+    def first_change(self) -> int:
+        """The first token index at which the two prompts differ."""
+        old, new = self.previous.ids, self.prompt.ids
+        shorter = min(len(old), len(new))
+        return next((i for i in range(shorter) if old[i] != new[i]), shorter)
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One policy's answer. `seconds` run from before tokenisation to the first token."""
+
+    seconds: float
+    token_ids: tuple[int, ...]
+    text: str
+    receipt: Receipt
+    bytes_written: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How turns are measured.
+
+    `repeats` timed answers per policy, of which the median counts; `answer_tokens` new tokens make
+    an answer (0: no answers); `kl_tokens` greedy tokens of the dense run are scored.
+    """
+
+    backend: Backend
+    encode: Encode
+    repeats: int = 1
+    answer_tokens: int = 32
+    kl_tokens: int = 16
+
+    def populate(self, turn: Turn, policies: Policies) -> Populated:
+        """Cache turn t-1 once per kind of population that `policies` need."""
+        namespace = f"bench-{uuid4().hex}"
+        previous = self.encode(turn.populate)
+        seconds: dict[Population, float] = {}
+        written: dict[Population, int] = {}
+        # residual checkpoints are stored only under a gate, and do not harm who needs none
+        for policy in sorted(policies.values(), key=lambda policy: policy.gate is None):
+            if policy.population not in (Population.NONE, *seconds):
+                before, begin = self._bytes_written(), perf_counter()
+                self.backend.warm(_request(previous, namespace, policy, retain=True))
+                seconds[policy.population] = perf_counter() - begin
+                written[policy.population] = self._bytes_written() - before
+        prompt = self.encode(turn.measure)
+        return Populated(turn, namespace, previous, prompt, seconds, written)
+
+    def warm_up(self, populated: Populated, policies: Policies) -> None:
+        """Answer once under every policy, so that no later time holds what happens only once."""
+        for policy in policies.values():
+            self.time(populated, policy, max_tokens=1)
+
+    def measure(self, populated: Populated, policies: Policies, rotate: int = 0) -> list[Row]:
+        """One row per policy, in the given order; they run interleaved, rotated by `rotate`.
+
+        First all answers are timed, then the dense run's tokens are scored under every policy.
+        """
+        labels = list(policies)
+        first = rotate % len(labels)
+        timed: dict[str, list[Timed]] = {label: [] for label in labels}
+        for repeat in range(self.repeats):
+            for label in labels[first:] + labels[:first]:
+                tokens = 1 if repeat else self._new_tokens(label)
+                timed[label].append(self.time(populated, policies[label], tokens))
+        continuation = timed[REFERENCE][0].token_ids[: self.kl_tokens]
+        dense = self._score(populated, policies[REFERENCE], continuation)
+        rows = []
+        for label, policy in policies.items():
+            same = label == REFERENCE
+            scores = dense if same else self._score(populated, policy, continuation)
+            rows.append(self._row(populated, label, policy, timed[label], dense, scores))
+        return rows
+
+    def time(self, populated: Populated, policy: Policy, max_tokens: int) -> Timed:
+        """Tokenise, plan and answer turn t greedily; nothing of it becomes a cached context."""
+        written = self._bytes_written()
+        ids: list[int] = []
+        texts: list[str] = []
+        seconds = receipt = None
+        begin = perf_counter()
+        prompt = self.encode(populated.turn.measure)
+        for chunk in self.backend.generate(
+            _request(prompt, populated.namespace, policy, max_tokens=max_tokens)
+        ):
+            if seconds is None and chunk.token_ids:
+                seconds = perf_counter() - begin
+            ids += chunk.token_ids
+            texts.append(chunk.text)
+            receipt = chunk.receipt or receipt
+        if seconds is None or receipt is None:
+            raise BackendError(f"{self.backend.model_id}: an answer ended without token or receipt")
+        return Timed(seconds, tuple(ids), "".join(texts), receipt, self._bytes_written() - written)
+
+    def _new_tokens(self, label: str) -> int:
+        """The dense run must also give the tokens to score."""
+        return max(self.answer_tokens, self.kl_tokens if label == REFERENCE else 1)
+
+    def _score(self, populated: Populated, policy: Policy, continuation: Sequence[int]) -> Scores:
+        request = _request(populated.prompt, populated.namespace, policy)
+        return self.backend.score(request, continuation)
+
+    def _bytes_written(self) -> int:
+        return int(self.backend.metrics().get("bytes_written", 0))
+
+    def _row(
+        self,
+        populated: Populated,
+        label: str,
+        policy: Policy,
+        timed: Sequence[Timed],
+        dense: Scores,
+        scores: Scores,
+    ) -> Row:
+        fallen = [one for one in (scores.receipt, *(t.receipt for t in timed)) if _fell(one)]
+        receipt = fallen[0] if fallen else timed[0].receipt
+        gold = populated.turn.answers if self.answer_tokens else ()
+        answer = _first_line(timed[0].text) if self.answer_tokens else None
+        return Row(
+            id=populated.turn.id,
+            turn=populated.turn.turn,
+            policy=label,
+            prompt_tokens=receipt.prompt_tokens,
+            first_change=populated.first_change,
+            reused_tokens=0 if fallen else receipt.reused_tokens,
+            active_tokens=receipt.active_tokens,
+            compute_fraction=receipt.compute_fraction,
+            populate_s=populated.seconds.get(policy.population, 0.0),
+            ttft_s=median(one.seconds for one in timed),
+            kl=kl_divergence(dense.logprobs, scores.logprobs),
+            top1=top1_agreement(dense.logprobs, scores.logprobs),
+            answer=answer,
+            f1=token_f1(answer, gold) if answer is not None and gold else None,
+            em=exact_match(answer, gold) if answer is not None and gold else None,
+            outcome=receipt.outcome,
+            reason=receipt.reason,
+            bytes_written=timed[0].bytes_written
+            + populated.bytes_written.get(policy.population, 0),
+            peak_kv_bytes=receipt.peak_kv_bytes,
+        )
+
+
+def _request(
+    prompt: EncodedPrompt,
+    namespace: str,
+    policy: Policy,
+    *,
+    max_tokens: int = 1,
+    retain: bool = False,
+) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_ids=prompt.ids,
+        spans=prompt.spans,
+        namespace=namespace,
+        task=prompt.task,
+        sampling=Sampling(max_tokens=max_tokens),
+        policy=policy,
+        retain=retain,
+    )
+
+
+def _fell(receipt: Receipt) -> bool:
+    return receipt.outcome == "fallback"
+
+
+def _first_line(text: str) -> str:
+    """Short answers are one line; what a model adds below is not part of them."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")

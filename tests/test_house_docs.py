@@ -1,0 +1,41 @@
+"""The documents: links lead somewhere, named files exist, and code in the README is code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SOURCES = [ROOT, ROOT / "cacheslide_agents", ROOT / "backends", ROOT / "integrations"]
+INVENTED = "my_policy"
+
+
+def name(path: Path) -> str:
+    return path.name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_every_link_leads_to_a_file(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_every_source_file_that_is_named_exists(document: Path) -> None:
+    named = re.findall(r"`([\w/.-]+/[\w.-]*)`", document.read_text(encoding="utf-8"))
+    missing = [n for n in named if not any((source / n).exists() for source in SOURCES)]
+    assert [n for n in missing if INVENTED not in n] == []
+
+
+def test_readme_code_imports_what_exists() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENTS[0].read_text("utf-8"), re.DOTALL)
+    imports = [node for node in ast.parse(code).body if isinstance(node, ast.ImportFrom)]
+    names = [(node.module or "", alias.name) for node in imports for alias in node.names]
+    assert names
+    for module, member in names:
+        assert hasattr(importlib.import_module(module), member), f"{module}.{member}"

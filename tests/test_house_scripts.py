@@ -1,0 +1,166 @@
+"""The scripts' own logic, run with a stand-in for Python that only writes down what it is asked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEM_PATH = "/usr/bin:/bin"
+
+# `-c` is the question whether it can make environments, `-m venv DIR` makes one, `-m pip` installs.
+STAND_IN = r"""#!/usr/bin/env bash
+echo "$*" >>"$STAND_IN_LOG"
+case "$1 ${2:-}" in
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/cacheslide" ;;
+"-m pip") if [ "$3" = install ]; then
+    if [ -n "${KILL_PIP:-}" ]; then kill -9 $$; fi
+    sleep "${PIP_SECONDS:-0}"
+    exit "${PIP_STATUS:-0}"
+fi ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """A copy of the scripts in a folder with a space in its name, and a log of the stand-in."""
+
+    root: Path
+    cwd: Path
+    log: Path
+
+    def run(
+        self, script: str, *arguments: str, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        self.log.write_text("")
+        python = self.root.parent / "stand-in"
+        settings = {"PATH": SYSTEM_PATH, "PYTHON": str(python), "STAND_IN_LOG": str(self.log)}
+        return subprocess.run(
+            ["bash", str(self.root / "scripts" / script), *arguments],
+            cwd=self.cwd,
+            env={**settings, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def asked(self, words: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if words in line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    root = tmp_path / "a checkout"
+    shutil.copytree(ROOT / "scripts", root / "scripts")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, root / name)
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    (tmp_path / "elsewhere").mkdir()
+    return Checkout(root, cwd=tmp_path / "elsewhere", log=tmp_path / "log")
+
+
+def test_first_run_installs_with_the_pins_and_hands_on_the_arguments(checkout: Checkout) -> None:
+    done = checkout.run("demo", "--trials", "two words")
+    assert done.returncode == 0, done.stderr
+    installs = checkout.asked("pip install")
+    assert len(installs) == 3
+    assert all("--constraint constraints.txt" in line for line in installs)
+    assert checkout.asked("demo --trials two words")
+
+
+def test_second_run_installs_nothing(checkout: Checkout) -> None:
+    checkout.run("demo")
+    checkout.run("demo")
+    assert checkout.asked("-m") == []
+    assert checkout.asked("demo")
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml"])
+def test_changed_pins_or_project_are_installed_into_the_same_environment(
+    checkout: Checkout, name: str
+) -> None:
+    checkout.run("demo")
+    with (checkout.root / name).open("a") as file:
+        file.write("# changed\n")
+    checkout.run("demo")
+    assert len(checkout.asked("pip install")) == 3
+    assert checkout.asked("-m venv") == []
+
+
+def test_environment_of_a_killed_installation_is_made_anew(checkout: Checkout) -> None:
+    killed = checkout.run("demo", env={"KILL_PIP": "yes"})
+    leftover = checkout.root / ".venv" / "leftover"
+    leftover.write_text("half of a package")
+    done = checkout.run("demo")
+    assert (killed.returncode, done.returncode) == (1, 0)
+    assert checkout.asked("-m venv")
+    assert not leftover.exists()
+
+
+def test_killed_installation_of_one_script_is_not_trusted_by_the_other(checkout: Checkout) -> None:
+    checkout.run("demo")
+    checkout.run("test", env={"KILL_PIP": "yes"})
+    checkout.run("demo")
+    assert checkout.asked("-m venv")
+
+
+def test_failed_installation_keeps_the_environment_and_is_tried_again(checkout: Checkout) -> None:
+    failed = checkout.run("demo", env={"PIP_STATUS": "1"})
+    assert failed.returncode == 1
+    assert "install.log" in failed.stderr
+    checkout.run("demo")
+    assert checkout.asked("-m venv") == []
+    assert len(checkout.asked("pip install")) == 3
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock: runs don't wait there")
+def test_two_runs_at_once_install_once(checkout: Checkout, tmp_path: Path) -> None:
+    other = replace(checkout, log=tmp_path / "other log")
+    slow = {"PIP_SECONDS": "0.3"}
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(each.run, "demo", env=slow) for each in (checkout, other)]
+    assert [run.result().returncode for run in runs] == [0, 0]
+    assert len(checkout.asked("pip install") + other.asked("pip install")) == 3
+
+
+def test_moved_checkout_is_installed_again(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.run("demo")
+    moved = Checkout(checkout.root.rename(tmp_path / "moved"), checkout.cwd, checkout.log)
+    moved.run("demo")
+    assert len(moved.asked("pip install")) == 3
+
+
+def test_missing_python_is_said_with_the_mend(checkout: Checkout) -> None:
+    done = checkout.run("demo", env={"PYTHON": "no-such-python"})
+    assert done.returncode == 1
+    assert "PYTHON=no-such-python is not a Python of version 3.11 or newer" in done.stderr
+
+
+def test_arguments_to_test_run_pytest_alone(checkout: Checkout) -> None:
+    done = checkout.run("test", "tests/test_house.py", "-k", "wheel")
+    assert done.returncode == 0, done.stderr
+    assert checkout.asked("-m pytest") == ["-m pytest tests/test_house.py -k wheel"]
+    assert checkout.asked("-m ruff") == checkout.asked("-m mypy") == []
+
+
+def test_without_arguments_every_check_runs_and_pytest_comes_last(checkout: Checkout) -> None:
+    checkout.run("test")
+    checks = [line for line in checkout.asked("") if "pip" not in line and "venv" not in line]
+    assert [line.split()[1] for line in checks if line.startswith("-m")] == [
+        "ruff",
+        "ruff",
+        "mypy",
+        "pytest",
+    ]
+    assert checks[-1] == "-m pytest"
+    assert checkout.asked("importlinter")
