@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,9 +12,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
 from tokenizers import pre_tokenizers as pre
-from tokenizers import processors, trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -82,7 +91,7 @@ CORPUS = [
     "Question: which of the two rivers is longer? Answer: the Danube, 2,850 km.\n\n",
     "def solve(self, items):\n    for item in items:\n        yield item.value + 1\n\n",
     'You can call a function: {"name": "search", "arguments": {"query": "x", "k": 3}}\r\n',
-    "Grüße aus Köln; naïve café. Привет, мир! 你好，世界。 こんにちは 🙂👩‍🚀 e\u0301",
+    "Grüße aus Köln; naïve café. Привет, мир! 你好世界。 こんにちは 🙂👩‍🚀 e\u0301",
     "im_start im_end start header end eot system user assistant tool think response s /s INST",
 ]
 
@@ -128,12 +137,10 @@ def _mistral() -> tuple[Tokenizer, dict[str, str]]:
     trained.pre_tokenizer = pre.Metaspace(prepend_scheme="first", split=True)
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=control, show_progress=False)
     trained.train_from_iterator(CORPUS * 4, trainer)
-    state = __import__("json").loads(trained.to_str())["model"]
-    pieces = [p for p in state["vocab"] if p not in control]
-    vocab = {p: i for i, p in enumerate(dict.fromkeys([*control, *byte_pieces, *pieces, "</", "s>"]))}
+    state = json.loads(trained.to_str())["model"]
+    pieces = dict.fromkeys([*control, *byte_pieces, *state["vocab"], *"</s>", "</", "s>"])
+    vocab = {piece: number for number, piece in enumerate(pieces)}
     merges = [tuple(m) for m in state["merges"]] + [("<", "/"), ("s", ">"), ("</", "s>")]
-    for piece in "</s>":
-        vocab.setdefault(piece, len(vocab))
     tokenizer = Tokenizer(
         models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     )

@@ -64,7 +64,9 @@ def test_hit_rate_is_reused_over_prompt_tokens_and_a_fallback_reuses_nothing() -
 def test_quality_is_averaged_over_rows_and_answers_over_rows_that_have_one() -> None:
     slide = summarise(rows())["cacheslide"]
     assert slide.kl_mean == pytest.approx(0.02 / 3)
-    assert slide.kl_p95 == pytest.approx(0.018)  # 0.9 of the way from the 2nd to the 3rd of 0, 0, .02
+    assert slide.kl_p95 == pytest.approx(
+        0.018
+    )  # 0.9 of the way from the 2nd to the 3rd of 0, 0, .02
     assert slide.top1 == pytest.approx(2.5 / 3)
     assert (slide.f1, slide.em) == (0.5, 0.5)
 

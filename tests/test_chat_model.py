@@ -23,7 +23,12 @@ from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import RequestError, TemplateError
 from cacheslide_agents.policies import CacheSlide, Prefix
 from cacheslide_agents.prompt.template import PromptTemplate
-from langchain_cacheslide import BackendLoader, ChatCacheSlide, TemplateRunnable
+from langchain_cacheslide import (
+    BackendLoader,
+    ChatCacheSlide,
+    TemplateRunnable,
+    to_prompt_value,
+)
 
 if TYPE_CHECKING:
     from tests.support.fake_backend import FakeBackend
@@ -123,7 +128,8 @@ def test_template_reaches_the_backend_with_its_chunks_roles_and_task(
 
 
 def test_task_of_the_model_overrides_the_templates(backend: FakeBackend) -> None:
-    ChatCacheSlide(backend=backend, task="mine").invoke(TEMPLATE.render(**VALUES))
+    chat = ChatCacheSlide(backend=backend, task="mine")
+    chat.invoke(to_prompt_value(TEMPLATE.render(**VALUES)))
     assert backend.requests[0].task == "mine"
 
 
@@ -254,7 +260,7 @@ def test_settings_out_of_range_are_refused_when_the_model_is_made(
 
 def test_model_that_is_not_the_given_backends_is_refused(backend: FakeBackend) -> None:
     assert ChatCacheSlide(backend=backend, model="fake-model").load() is backend
-    with pytest.raises(RequestError, match="'other' does not name the model.*'fake-model'"):
+    with pytest.raises(RequestError, match=r"'other' does not name the model.*'fake-model'"):
         ChatCacheSlide(backend=backend, model="other")
 
 

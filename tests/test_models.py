@@ -24,7 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto import modeling_auto
 
 from cacheslide_agents.errors import (
     ModelError,
@@ -49,6 +49,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
 }
 Maker = Callable[..., Path]
+AutoModelForCausalLM: Any = modeling_auto.AutoModelForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> Any:
     """Bytes, two spaces as one piece, and two control tokens."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), SPACE * 2]
     vocabulary = {piece: token for token, piece in enumerate(pieces)}
@@ -67,7 +68,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    wrapped: Any = PreTrainedTokenizerFast
+    return wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     edit(tensors)
@@ -178,7 +180,11 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
         "sliding-window",
     ),
     (Qwen3Config, {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
-    (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
+    (
+        LlamaConfig,
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "dynamic",
+    ),
     (LlamaConfig, {"partial_rotary_factor": 0.5}, "partial rotary"),
 ]
 
@@ -259,7 +265,7 @@ def _other_shape(folder: Path) -> None:
 
 
 def _tensor_missing(folder: Path) -> None:
-    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight") and None)
+    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
 
 
 def _layer_too_many(folder: Path) -> None:
@@ -283,7 +289,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor of another shape": (_other_shape, r"wrongly shaped 1 tensors \(lm_head\.weight\)"),
     "tensors of an unknown layer": (_layer_too_many, r"holds unknown 9 tensors"),
     "no tokenizer": (_without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
-    "foreign tokenizer": (_small_vocabulary, "highest id is 258 but the model embeds only 258"),
+    "foreign tokenizer": (_small_vocabulary, "has ids up to 258 but the model embeds only 258"),
 }
 
 
@@ -301,7 +307,7 @@ def test_a_damaged_folder_is_refused_with_its_path_and_the_damage(
 
 def test_weights_too_large_for_float16_are_refused_with_the_mend(make_model: Maker) -> None:
     folder = make_model()
-    edit_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e6) and None)
+    edit_weights(folder, lambda tensors: tensors["model.norm.weight"].fill_(1e6))
     assert load_model(folder, dtype="bfloat16").model.dtype == torch.bfloat16
     with pytest.raises(ModelLoadError, match=r"model\.norm\.weight .* use dtype='bfloat16'"):
         load_model(folder, dtype="float16")
@@ -332,7 +338,9 @@ def test_the_fingerprint_follows_the_weights_and_not_the_folder_or_the_shards(
     sharded = tmp_path / "sharded"
     load_model(one).model.save_pretrained(sharded, max_shard_size="10KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    marks = {name: fingerprint(f, torch.float32) for name, f in (("one", one), ("other", other))}
+    marks = {
+        name: fingerprint(f, torch.float32) for name, f in {"one": one, "other": other}.items()
+    }
     assert fingerprint(same, torch.float32) == marks["one"] != marks["other"]
     assert fingerprint(sharded, torch.float32) == marks["one"]
     assert load_model(one).fingerprint == marks["one"]

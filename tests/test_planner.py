@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ from cacheslide_agents.policies import (
 )
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.planner import dense_plan, make_plan
+from cacheslide_agents.policies.work import Work
 from cacheslide_agents.selection import Everything, Fixed, KeyDeviation, PaperFusion, SelectionView
 
 KEY = ContextKey("model", "tenant", "task")
@@ -219,6 +221,16 @@ def test_empty_and_one_token_chunks_do_no_harm(world: World) -> None:
     assert plan.chunk_reasons["cue"] == "last_token"
     assert world.plan(turn, slide()).chunk_reasons["memory"] == "empty"
     assert plan.outcome == "hit"
+
+
+def test_a_chunk_that_tokenises_differently_at_its_border_is_cut_at_a_seam(world: World) -> None:
+    world.keep(OLD_TURN)
+    ids, spans = encoded(NEW_TURN)
+    ids[57] = 7
+    plan = make_plan(ids, spans, KEY, None, slide(), world.store, world.cost)
+    assert runs(plan) == [(0, 0, 32), (58, 53, 66)]
+    assert plan.chunk_reasons["document"] == "seam"
+    assert plan.outcome == "partial"
 
 
 def test_without_spans_the_whole_prompt_counts_as_one_chunk(world: World) -> None:
@@ -418,6 +430,16 @@ class TestSelection:
         assert plan.view.candidates.tolist() == list(range(57, 124))
         assert where(plan.active) == [*range(32, 57), 124]
         assert where(plan.exact) == list(range(57))
+
+    def test_the_work_of_a_layer_selector_is_wide_at_first_and_narrow_above(
+        self, world: World
+    ) -> None:
+        world.keep(OLD_TURN)
+        work = Work.planned(world.plan(NEW_TURN, CacheSlide.paper()), layers=30)
+        corrected = math.ceil(0.26 * 67)
+        assert work.rows == pytest.approx(2 * (125 - 32) + 28 * (26 + corrected))
+        assert work.loaded == (32 + 67) * 30
+        assert work.selecting == 1.0
 
     def test_a_layer_selector_that_selects_nothing_is_dropped(self, world: World) -> None:
         world.keep(OLD_TURN)

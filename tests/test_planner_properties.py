@@ -32,9 +32,7 @@ LAYERS = 2
 Chunks = list[tuple[str, Role, list[int]]]
 
 pieces = st.lists(
-    st.tuples(
-        st.sampled_from(list(Role)), st.lists(st.integers(0, 3), max_size=40).map(tuple)
-    ),
+    st.tuples(st.sampled_from(list(Role)), st.lists(st.integers(0, 3), max_size=40).map(tuple)),
     min_size=1,
     max_size=6,
 )
@@ -64,9 +62,7 @@ def encoded(chunks: Chunks) -> tuple[npt.NDArray[np.int64], tuple[Span, ...]]:
     ids: list[int] = []
     spans = []
     for id, role, tokens in chunks:
-        spans.append(
-            Span(id, role, len(ids), len(ids) + len(tokens), text_digest(repr(tokens)))
-        )
+        spans.append(Span(id, role, len(ids), len(ids) + len(tokens), text_digest(repr(tokens))))
         ids.extend(tokens)
     return np.array(ids, dtype=np.int64), tuple(spans)
 
@@ -94,7 +90,7 @@ def keep(store: MemoryStore, context: StoredContext) -> None:
 
 
 def exact_by_definition(plan: Plan) -> list[bool]:
-    """Token by token: computed, or kept in place from exact keys, and everything before it exact."""
+    """Token by token: computed, or kept in place from exact keys; and so is all before it."""
     result: list[bool] = []
     so_far = True
     for i in range(len(plan.ids)):

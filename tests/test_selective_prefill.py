@@ -5,6 +5,7 @@ Reference: the same weights run by transformers with its own attention, on the w
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from copy import deepcopy
@@ -42,7 +43,7 @@ from cacheslide_agents.policies import (
 )
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.position.rotary import Rotary
-from cacheslide_agents.selection import CkSimGate, Everything, KeyDeviation, KeyCosine, Affinity
+from cacheslide_agents.selection import Affinity, CkSimGate, Everything, KeyCosine, KeyDeviation
 from torch_cacheslide.attention import ATTENTION_NAME, register_attention
 from torch_cacheslide.runtime import Prompted, Runtime
 from torch_cacheslide.stack import DecoderStack
@@ -109,7 +110,7 @@ def spans_of(ids: npt.NDArray[np.int64], borders: tuple[int, ...]) -> tuple[Span
     ends = [0, *borders, len(ids)]
     return tuple(
         Span(f"chunk-{i}", Role.REUSE, a, b, str(ids[a:b].tolist()))
-        for i, (a, b) in enumerate(zip(ends, ends[1:], strict=False))
+        for i, (a, b) in enumerate(itertools.pairwise(ends))
     )
 
 

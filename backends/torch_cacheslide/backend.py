@@ -69,6 +69,8 @@ class TorchBackend:
         stack = DecoderStack(loaded.model)
         self.tokenizer: Any = loaded.tokenizer
         self.model_id: str = loaded.model_id
+        self.path = loaded.path
+        self.device = stack.device
         self.max_model_len = int(config.max_position_embeddings)
         self.store: PageStore = store if store is not None else MemoryStore(store_bytes)
         self._vocabulary = int(config.vocab_size)

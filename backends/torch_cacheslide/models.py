@@ -122,10 +122,12 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = _read(
         AutoTokenizer, folder, "its tokenizer cannot be read; copy the model's own files again"
     )
-    highest = max(tokenizer.get_vocab().values(), default=-1)
+    # A padding or unknown token that its class added on top is never in a prompt: not asked for.
+    ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    highest = max(tokenizer.vocab_size - 1, *(end for end in ends if end is not None), 0)
     if highest >= vocabulary:
         raise ModelLoadError(
-            f"{folder}: the tokenizer's highest id is {highest} but the model embeds only "
+            f"{folder}: the tokenizer has ids up to {highest} but the model embeds only "
             f"{vocabulary} tokens; put back the model's own tokenizer"
         )
     return tokenizer

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.backend import GenerationRequest, Receipt
-from cacheslide_agents.errors import ModelError, NonFiniteError, PageError, RequestError
+from cacheslide_agents.chunks import Role
+from cacheslide_agents.errors import ModelError, NonFiniteError, RequestError
 from cacheslide_agents.pages.base import ContextKey, PageStore
 from cacheslide_agents.policies.base import Plan, Policy, Population
 from cacheslide_agents.policies.cost import CostModel
@@ -107,7 +108,7 @@ class Runtime:
             peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
         )
         work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
-        self.cost.observe(work, prefilled.load_s + prefilled.compute_s)
+        self.cost.observe(work, plan_s + prefilled.load_s + prefilled.compute_s)
         return Prompted(request, key, plan, prefilled, cache, receipt)
 
     def remember(self, prompted: Prompted, generated: list[int]) -> None:
@@ -127,7 +128,7 @@ class Runtime:
                 )
             elif policy.population is Population.ISOLATED:
                 self.populate_chunks(request, policy)
-        except PageError:
+        except Exception:  # the answer is out already; only the next turn is slower
             log.warning("request %s: context not kept", request.request_id, exc_info=True)
 
     def populate_chunks(self, request: GenerationRequest, policy: Policy) -> None:
@@ -136,7 +137,9 @@ class Runtime:
         prompt = np.asarray(request.prompt_ids, dtype=np.int64)
         for span in request.spans:
             ids = prompt[span.start : span.stop]
-            if len(ids) == 0 or self.store.find_isolated(key, ids) is not None:
+            if span.role is Role.RECOMPUTE or len(ids) == 0:
+                continue
+            if self.store.find_isolated(key, ids) is not None:
                 continue
             alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
             _, cache = self._run(alone, room=0)

@@ -21,6 +21,7 @@ DOES_NOT_HOLD = 1
 BAD_INPUT = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+FILE_WIDTH = 200
 
 
 class Commands(TyperGroup):
@@ -54,8 +55,9 @@ def notes() -> Console:
 
 
 def screen() -> Console:
-    """Where tables that are the answer go: stdout."""
-    return Console(highlight=False, markup=False)
+    """Where tables that are the answer go: stdout; wide when nobody's terminal is there to wrap."""
+    width = None if sys.stdout.isatty() else FILE_WIDTH
+    return Console(highlight=False, markup=False, width=width)
 
 
 def emit(value: Any) -> None:

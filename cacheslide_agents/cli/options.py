@@ -1,6 +1,6 @@
 """The options that several commands share, declared once.
 
-In: nothing. Out: annotated types for typer and the settings made of them.
+In: nothing. Out: annotated types for typer.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from typing import Annotated
 import typer
 
 DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_BACKEND = "torch"
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Alias, local folder or hub id.")]
 BackendName = Annotated[str, typer.Option("--backend", help="Name of an installed backend.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...; default: the backend's choice.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; default: the backend's.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; left to the backend by default.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; likewise.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads; likewise.")]
 Policy = Annotated[
-    str | None, typer.Option(help="Reuse policy by name, e.g. cacheslide, prefix, recompute.")
+    str | None, typer.Option(help="Reuse policy: cacheslide, prefix, recompute, ...")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
@@ -30,5 +32,4 @@ Values = Annotated[
     str | None, typer.Option(help="JSON file with the template's values; - reads stdin.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")]
-Data = Annotated[Path | None, typer.Option(help="Folder with hotpotqa/, msc/ and swe_agent/.")]
-Out = Annotated[Path | None, typer.Option(help="Where the results are written.")]
+Out = Annotated[Path | None, typer.Option(help="Where to write the JSON, after every row.")]

@@ -21,21 +21,24 @@ _EXAMINED = 4
 """Contexts compared token by token."""
 _FIRST = 2
 """Of these, so many by order (session, age); the others by equal chunks."""
+_ENOUGH = 0.98
+"""A context that shares this much of the prompt is taken without looking further."""
 
 
 def closest(
     ids: npt.NDArray[np.int64], spans: Sequence[Span], contexts: Sequence[StoredContext]
 ) -> StoredContext:
     """The context of `contexts`, not empty, that shares most with `ids`; the first one on a tie."""
-    examined = _promising(spans, contexts[:CONSIDERED])
-    if len(examined) == 1:
-        return examined[0]
-    best, most = examined[0], -1
-    for context in examined:
+    if len(contexts) == 1:
+        return contexts[0]
+    best, most = contexts[0], -1
+    for context in _promising(spans, contexts[:CONSIDERED]):
         if min(len(context), len(ids)) > most:
             shared = shared_tokens(ids, context.ids)
             if shared > most:
                 best, most = context, shared
+            if most >= _ENOUGH * len(ids):
+                break
     return best
 
 
@@ -44,7 +47,8 @@ def _promising(spans: Sequence[Span], contexts: Sequence[StoredContext]) -> list
         return list(contexts)
     digests = {span.digest for span in spans}
     equal = [
-        sum(len(span) for span in context.spans if span.digest in digests) for context in contexts
+        sum(span.stop - span.start for span in context.spans if span.digest in digests)
+        for context in contexts
     ]
     ranked = sorted(range(_FIRST, len(contexts)), key=lambda i: -equal[i])
     chosen = sorted([*range(_FIRST), *ranked[: _EXAMINED - _FIRST]])

@@ -27,7 +27,9 @@ _FLOPS_PER_BYTE = 10.0
 _PASS_ROWS, _REUSE_ROWS = 8.0, 4.0
 """Fixed prices as so many rows through the model: of any prefill, and of selecting on top of it."""
 _REMEMBERED = 128
-"""Observations the fit looks at, newest first in, oldest first out."""
+"""The newest observations, which the fit looks at."""
+_FIT_EVERY = 8
+"""A fit is due when one in so many remembered observations is new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class CostModel:
         self._nominal = geometry.nominal()
         self._prices = self._nominal
         self._seen: deque[tuple[Floats, float]] = deque(maxlen=_REMEMBERED)
+        self._unfitted = 0
         self._lock = Lock()
 
     @classmethod
@@ -101,13 +104,16 @@ class CostModel:
     def observe(self, work: Work, seconds: float) -> None:
         """Learn that `work` took `seconds`; a time that is not finite and positive is ignored.
 
-        Fits at once (under a millisecond), so that predicting, on the way to a first token, is
-        free.
+        Fits when an eighth of what is remembered is new: a millisecond, now and then.
         """
         if not 0.0 < seconds < float("inf"):
             return
         with self._lock:
             self._seen.append((work.vector(), seconds))
+            self._unfitted += 1
+            if _FIT_EVERY * self._unfitted < len(self._seen):
+                return
+            self._unfitted = 0
             features = np.array([vector for vector, _ in self._seen])
             taken = np.array([each for _, each in self._seen])
             self._prices = fit_seconds(features, taken, self._nominal)

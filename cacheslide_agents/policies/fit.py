@@ -17,7 +17,7 @@ _MOST_DEVIATION, _LEAST_DEVIATION = 0.1, 0.01
 """Bounds on what the relative error of one observed time is thought to be."""
 _OUTLIER = 2.0
 """Residuals beyond this many deviations lose weight (Huber)."""
-_ROUNDS = 8
+_ROUNDS = 6
 
 
 def fit_seconds(features: Floats, seconds: Floats, nominal: Floats) -> Floats:

@@ -97,7 +97,8 @@ def match_prefix(ids: Ids, contexts: Iterable[StoredContext], *, min_run: int) -
     best: PlannedRun | None = None
     longest = min_run - 1
     for context in contexts:
-        if len(context) <= longest:
+        # one token tells of most contexts that their head is no longer than the best so far
+        if min(len(ids), len(context)) <= longest or ids[longest] != context.ids[longest]:
             continue
         length = common_prefix(ids, context.ids)
         length = min(length, _leading(context.exact[:length]))

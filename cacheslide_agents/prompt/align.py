@@ -106,8 +106,9 @@ def _head_and_tail(new: Ints, old: Ints, min_run: int) -> tuple[int, int]:
 
 def _common_head(left: Ints, right: Ints) -> int:
     length = min(len(left), len(right))
-    differs = np.flatnonzero(left[:length] != right[:length])
-    return int(differs[0]) if len(differs) else length
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if differs[first:].any() else length
 
 
 def _equal_chunks(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Ints:

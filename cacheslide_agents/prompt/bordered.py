@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from cacheslide_agents.chunks import Message, Role, text_digest
 from cacheslide_agents.prompt.shield import Shield
@@ -64,17 +64,21 @@ class Bordered:
             last = here
         return "".join((*parts, self.content[last:]))
 
-    def stops(self, found: Mapping[int, int], text: str) -> list[int] | None:
-        """Where each labelled chunk ends in `text`, given the place of each sentinel found there.
+    def ends(self, found: Mapping[int, int], text: str) -> list[int | None] | None:
+        """The end in `text` of each labelled chunk, given where the sentinels stood.
 
-        A template may drop the beginning of a message (its thinking); `None` if anything else
-        is missing or out of order.
+        `None` for a chunk of which nothing came out. A template may drop the beginning of a
+        message (its thinking); if anything else is missing or out of order, there is no result.
         """
-        missing = len(self.borders) - len(found)
+        if not found:
+            return [None] * len(self.labels)
         places = [self._outwards(index, found[index], text) for index in sorted(found)]
-        if places != sorted(places) or min(found) != missing:
+        dropped = len(self.borders) - len(found)
+        if places != sorted(places) or min(found) != dropped:
             return None
-        return ([places[0]] * missing + places)[1:]
+        gone: list[int | None] = [None] * (dropped - 1)
+        cut_short = places[:1] if dropped else []
+        return [*gone, *cut_short, *(q if q > p else None for p, q in pairwise(places))]
 
     def _outwards(self, index: int, place: int, text: str) -> int:
         """Move a place back out into the white space it was kept from, if that is still there."""

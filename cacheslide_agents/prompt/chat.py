@@ -132,7 +132,9 @@ class ChatEncoder:
     def _markup_tokenizer(self) -> MarkupTokenizer:
         roles = "".join(map(self._rendered_roles, _ROLE_PROBES))
         source = self._template or self._tokenizer.get_chat_template(tools=[_PROBE_TOOL])
-        return MarkupTokenizer(self._backend, ControlTokens.of(self._backend, source, roles))
+        unknown = getattr(self._backend.model, "unk_token", None) or self._tokenizer.unk_token
+        controls = ControlTokens.of(self._backend, source, roles, unknown)
+        return MarkupTokenizer(self._backend, controls)
 
     def _rendered_roles(self, turns: Sequence[str]) -> str:
         try:

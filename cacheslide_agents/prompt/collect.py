@@ -24,6 +24,7 @@ from jinja2.parser import Parser
 
 from cacheslide_agents.chunks import Chunk, Message, Role
 from cacheslide_agents.errors import TemplateError
+from cacheslide_agents.prompt.ids import UniqueIds
 
 MESSAGE_ROLES = ("system", "user", "assistant", "tool")
 
@@ -111,19 +112,16 @@ class Collector:
             )
         if not self.messages:
             raise TemplateError("the template rendered no message", path=path)
-        return tuple(self._named(message) for message in self.messages)
+        ids = UniqueIds(self._ids)
+        return tuple(self._named(message, ids) for message in self.messages)
 
-    def _named(self, message: Message) -> Message:
-        """Untagged text gets its public id (`text-1`, ...) once all author's ids are known."""
+    def _named(self, message: Message, ids: UniqueIds) -> Message:
+        """Untagged text gets its public id (`text-1`, ...) once all the author's are known."""
         chunks = []
         for chunk in message.chunks:
             prefix, _, number = chunk.id.partition(":")
-            if prefix == self.nonce:
-                name = f"text-{number}"
-                while name in self._ids:
-                    name += "'"
-                chunk = Chunk(name, chunk.text, chunk.role)
-            chunks.append(chunk)
+            name = ids.new(f"text-{number}") if prefix == self.nonce else chunk.id
+            chunks.append(Chunk(name, chunk.text, chunk.role))
         return Message(message.role, tuple(chunks))
 
 
@@ -158,6 +156,9 @@ class ChunkTags(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         token = next(parser.stream)
+        if parser.stream.current.type == "block_end":
+            what = "a role" if token.value == "message" else "an id"
+            parser.fail(f"{{% {token.value} %}} needs {what}", token.lineno)
         argument = parser.parse_expression()
         body = parser.parse_statements((f"name:end{token.value}",), drop_needle=True)
         path = parser.filename or parser.name or "<string>"

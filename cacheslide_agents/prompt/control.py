@@ -24,15 +24,20 @@ class ControlTokens:
     `roles`: special tokens and the added tokens around messages; a value may never become one.
     `structure`: other added tokens that the chat template writes (`<think>`, `<tool_call>`); the
     model itself writes them too, so they are allowed in assistant text and nowhere else.
+    `unknown`: the token that also stands for text the vocabulary cannot spell.
+    `cuttable`: whether text may be tokenised apart on either side of every control token.
     """
 
     roles: Mapping[str, int]
     structure: Mapping[str, int]
+    unknown: str | None
     cuttable: bool
 
     @classmethod
-    def of(cls, backend: Tokenizer, template: str, roles_rendering: str) -> ControlTokens:
-        """`roles_rendering`: a conversation of bare user and assistant turns, as rendered."""
+    def of(
+        cls, backend: Tokenizer, template: str, roles_rendering: str, unknown: str | None
+    ) -> ControlTokens:
+        """`roles_rendering`: bare turns of every role as `template` renders them."""
         roles, structure = {}, {}
         added = backend.get_added_tokens_decoder()
         for number, token in added.items():
@@ -41,7 +46,7 @@ class ControlTokens:
             elif token.content in template and not token.content.isspace():
                 structure[token.content] = number
         named = [token for token in added.values() if token.content in roles | structure]
-        return cls(roles, structure, cuttable=not any(map(_reaches_out, named)))
+        return cls(roles, structure, unknown, cuttable=not any(map(_reaches_out, named)))
 
     @cached_property
     def all(self) -> dict[str, int]:
@@ -129,5 +134,7 @@ def _rename_pieces(model: dict[str, Any], names: Mapping[str, str]) -> None:
     if "merges" in model:
         pairs = (m.split(" ", 1) if isinstance(m, str) else m for m in model["merges"])
         model["merges"] = [
-            list(pair) for pair in pairs if not names.keys() & {*pair, "".join(pair)}
+            (left, right)
+            for left, right in pairs
+            if left not in names and right not in names and left + right not in names
         ]

@@ -22,12 +22,12 @@ _SHIFTS = 32
 """Shifts tried in one gap, those with most votes."""
 _WIDER = 8
 """Where more shifts than that have votes, grams this many times wider vote too."""
-_RUNS, _TOKENS_PER_RUN = 64, 80
-"""Runs weighed against each other in one gap, the longest: so many, and one more per so many tokens."""
-_GAP_WORK = 1000
-"""What a gap costs besides its tokens, in tokens."""
-_SPARE_WORK = 6000
-"""Work allowed, in tokens, besides twice the tokens of both prompts."""
+_RUNS, _TOKENS_PER_RUN = 48, 128
+"""Runs weighed against each other in one gap, the longest: so many, and one per so many tokens."""
+_GAP_WORK, _RUN_WORK = 2000, 30
+"""What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""
+_WORK, _WORK_PER_TOKEN = 7000, 2
+"""Work allowed in one search, and per token of both sides."""
 
 
 class GapSearch:
@@ -49,12 +49,14 @@ class GapSearch:
     def runs(self) -> list[Run]:
         """Ascending, disjoint on both sides, each at least `min_run` long."""
         found: list[Run] = []
-        work = _SPARE_WORK + 2 * (len(self._new) + len(self._old))
+        work = _WORK + _WORK_PER_TOKEN * (len(self._new) + len(self._old))
         self._enqueue([Edit(0, len(self._new), 0, len(self._old))])
         while self._queue and work > 0:
             gap = heappop(self._queue)[-1]
-            work -= _GAP_WORK + gap.stop - gap.start + gap.cached_stop - gap.cached_start
-            chain = best_chain(self._candidates(gap), self._min_run)
+            candidates = self._candidates(gap)
+            work -= _GAP_WORK + _RUN_WORK * len(candidates)
+            work -= gap.stop - gap.start + gap.cached_stop - gap.cached_start
+            chain = best_chain(candidates, self._min_run)
             runs = [Run(*row) for row in chain.tolist()]
             if runs:
                 self._enqueue(_between(gap, runs))

@@ -20,8 +20,10 @@ _STEP = np.uint64(0xD6E8FEB86659FD93)
 
 def gram_hashes(ids: Ints, width: int) -> Hashes:
     """Hash of ids[i : i + width] for every i: [len(ids) - width + 1], empty if `ids` is shorter."""
-    hashes = ids.astype(np.uint64) * _SPREAD
-    hashes = (hashes ^ (hashes >> np.uint64(32))) * _SPREAD
+    hashes = ids.astype(np.uint64)
+    hashes *= _SPREAD
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= _SPREAD
     return widen_grams(hashes, 1, width)
 
 
@@ -31,17 +33,18 @@ def widen_grams(hashes: Hashes, width: int, wider: int) -> Hashes:
         step = min(width, wider - width)
         if len(hashes) <= step:
             return hashes[:0]
-        hashes = hashes[:-step] * _STEP + hashes[step:]
+        longer = hashes[:-step] * _STEP
+        longer += hashes[step:]
+        hashes = longer
         width += step
     return hashes
 
 
 class GramGroups(NamedTuple):
-    """The grams of two sequences, the new one's before the old one's, sorted by hash.
+    """The grams that occur more than once in two sequences, in groups of equal hashes.
 
-    `where` [n + m] is each gram's position, counted on from the new sequence into the old one, and
-    ascending within a group of equal hashes. A group has its first row in `starts`, and `in_new`
-    and `in_old` members.
+    `where` holds their positions, counted on from the new sequence into the old one, ascending
+    within a group. A group has its first row in `starts`, and `in_new` and `in_old` members.
     """
 
     where: Ints
@@ -60,11 +63,14 @@ def group_grams(new: Hashes, old: Hashes) -> GramGroups:
     keys &= ~low
     keys |= np.arange(len(keys), dtype=np.uint64)
     keys.sort()
-    where = (keys & low).astype(np.int64)
-    keys >>= bits
-    starts = np.flatnonzero(np.concatenate(([len(keys) > 0], keys[1:] != keys[:-1])))
-    sizes = np.diff(starts, append=len(keys))
-    in_new = np.add.reduceat(where < len(new), starts, dtype=np.int64) if len(keys) else sizes
+    hashes = keys >> bits
+    alike = np.zeros(len(keys) + 1, dtype=np.bool_)
+    np.equal(hashes[1:], hashes[:-1], out=alike[1:-1])
+    rows = np.flatnonzero(alike[1:] | alike[:-1])
+    where = (keys[rows] & low).astype(np.int64)
+    starts = np.flatnonzero(~alike[rows])
+    sizes = np.diff(starts, append=len(rows))
+    in_new = np.add.reduceat(where < len(new), starts, dtype=np.int64) if len(rows) else sizes
     return GramGroups(where, starts, in_new, sizes - in_new)
 
 
@@ -75,12 +81,13 @@ def pair_grams(new: Hashes, old: Hashes) -> tuple[Ints, Ints]:
     on both sides is paired twice, and in repetitive text an edit misleads one of the counts only.
     """
     where, starts, in_new, in_old = group_grams(new, old)
-    group = np.repeat(np.arange(len(starts)), in_new + in_old)
-    rows = np.flatnonzero((in_old > 0)[group] & (where < len(new)))
-    group = group[rows]
-    mine, theirs = in_new[group], in_old[group]
-    rank = rows - starts[group]
+    group = np.repeat(np.arange(len(starts)), in_new)
+    rank = np.arange(len(group)) - (in_new.cumsum() - in_new)[group]
+    first, mine, theirs = starts[group], in_new[group], in_old[group]
     front, back = rank < theirs, rank >= mine - theirs
-    i = np.concatenate((where[rows[front]], where[rows[back]]))
-    j = np.concatenate((where[(rows + mine)[front]], where[(rows + theirs)[back]]))
-    return i, j - len(new)
+    i = where[first + rank]
+    partner = first + rank + mine
+    return (
+        np.concatenate((i[front], i[back])),
+        np.concatenate((where[partner[front]], where[(partner - mine + theirs)[back]])) - len(new),
+    )

@@ -11,6 +11,8 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 _NEVER = np.int64(-(1 << 40))
+_BLOCK = 1 << 16
+"""Tokens compared at once, so that temporaries stay in the processor's cache."""
 _SEAM = 1
 """Tokens that one more run must gain: of two equally long chains the one with fewer runs wins."""
 
@@ -22,15 +24,28 @@ def equal_runs(new: Ints, old: Ints, shifts: Ints, min_run: int) -> Ints:
     width = len(new)
     padded = np.full(len(old) + 2 * width, new.min(initial=0) - 1)
     padded[width : width + len(old)] = old
-    differs = np.ones((len(shifts), width + 1), dtype=np.bool_)
-    for row, shift in zip(differs, shifts.tolist(), strict=True):
-        np.not_equal(padded[width - shift : 2 * width - shift], new, out=row[:width])
-    stops = np.flatnonzero(differs)
-    lengths = np.diff(stops, prepend=-1) - 1
-    long = lengths >= min_run
-    lengths = lengths[long]
-    row, start = np.divmod(stops[long] - lengths, width + 1)
-    return np.stack((start, start - shifts[row], lengths), axis=1)
+    at_once = 1 + _BLOCK // (width + 1)
+    found = [np.empty((0, 3), dtype=np.int64)]
+    for first in range(0, len(shifts), at_once):
+        block = shifts[first : first + at_once]
+        equal = np.zeros(len(block) * (width + 1) + 1, dtype=np.bool_)
+        for row, shift in zip(equal[1:].reshape(len(block), -1), block.tolist(), strict=True):
+            np.equal(padded[width - shift : 2 * width - shift], new, out=row[:width])
+        starts, lengths = _true_runs(equal, min_run)
+        row_of, start = np.divmod(starts - 1, width + 1)
+        found.append(np.stack((start, start - block[row_of], lengths), axis=1))
+    return np.concatenate(found)
+
+
+def _true_runs(mask: npt.NDArray[np.bool_], at_least: int) -> tuple[Ints, Ints]:
+    """Starts and lengths of the runs of true entries; `mask` begins and ends with a false one."""
+    width = 1
+    while width < at_least:
+        step = min(width, at_least - width)
+        mask = mask[:-step] & mask[step:]
+        width += step
+    edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+    return edges[::2], edges[1::2] - edges[::2] + at_least - 1
 
 
 def best_chain(runs: Ints, min_run: int) -> Ints:
@@ -61,8 +76,9 @@ def _links(runs: Ints, min_run: int) -> tuple[Ints, Ints]:
     """[later, earlier]: tokens the later run gives up to the earlier one, and what it then adds."""
     start, cached_start, length = runs.T
     ahead = np.subtract.outer(start, start)
-    nearer = np.minimum(ahead, np.subtract.outer(cached_start, cached_start))
-    cuts = np.maximum(length - nearer, 0)
+    np.minimum(ahead, np.subtract.outer(cached_start, cached_start), out=ahead)
+    cuts = np.maximum(length - ahead, 0)
     gains = length[:, None] - cuts
-    gains[(nearer <= 0) | (gains < min_run)] = _NEVER
-    return cuts, gains - _SEAM
+    gains[(ahead <= 0) | (gains < min_run)] = _NEVER
+    gains -= _SEAM
+    return cuts, gains

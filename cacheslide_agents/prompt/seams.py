@@ -109,17 +109,16 @@ class _Sentinels:
 
 
 def _stops(parts: list[Bordered], places: Places, plain: str) -> Stops | None:
-    """Where chunks end, in the order of the prompt. A message that left no trace is empty."""
+    """Where chunks end, in the order of the prompt; an empty one stands where the last one ended."""
     stops: Stops = []
+    last = 0
     for index, part in enumerate(parts):
-        ends: list[int] | None
-        if index in places:
-            ends = part.stops(places[index], plain)
-        else:
-            ends = [stops[-1][1] if stops else 0] * len(part.labels)
+        ends = part.ends(places.get(index, {}), plain)
         if ends is None:
             return None
-        stops += zip(part.labels, ends, strict=True)
+        for label, end in zip(part.labels, ends, strict=True):
+            last = last if end is None else end
+            stops.append((label, last))
     return stops
 
 

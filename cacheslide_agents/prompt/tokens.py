@@ -72,9 +72,9 @@ class MarkupTokenizer:
     def __init__(self, backend: Tokenizer, controls: ControlTokens) -> None:
         self._backend = backend
         self.controls = controls
-        size = 1 + max(controls.all.values(), default=0)
-        self._is_control = np.zeros(size, bool)
-        self._is_control[list(controls.all.values())] = True
+        telling = [number for name, number in controls.all.items() if name != controls.unknown]
+        self._is_control = np.zeros(1 + max(telling, default=0), bool)
+        self._is_control[telling] = True
 
     @cached_property
     def _ordinary(self) -> _Reader:
@@ -86,11 +86,16 @@ class MarkupTokenizer:
 
     def encode(self, text: str, markup: Sequence[Place]) -> Tokens:
         """`markup`: places of control tokens, in order. `TokenizerError` if text forges one."""
-        expected = [self.controls.all[text[start:stop]] for start, stop in markup]
-        for reader in (self._ordinary, self._withholding):
-            tokens = reader.read(text, markup)
+        names = [text[start:stop] for start, stop in markup]
+        unknown = self.controls.unknown
+        expected = [self.controls.all[name] for name in names if name != unknown]
+        if unknown not in self.controls.all or text.count(unknown) == names.count(unknown):
+            tokens = self._ordinary.read(text, markup)
             if self._control_ids(tokens.ids) == expected:
                 return tokens
+        tokens = self._withholding.read(text, markup)
+        if self._control_ids(tokens.ids) == expected:
+            return tokens
         raise TokenizerError(
             "the tokenizer makes control tokens out of plain text and cannot be kept from it; "
             "remove the control-token text from the prompt's values"

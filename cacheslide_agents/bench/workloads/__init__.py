@@ -42,8 +42,7 @@ def load_turns(
         raise DataError(f"no workload named {task!r}; known: {', '.join(TASKS)}")
     if limit is not None and limit < 1:
         raise DataError(f"limit={limit} must be at least 1")
-    drafts = _shuffled(TASKS[task](Path(data), limits), seed)
-    turns = list(islice((turn for draft in drafts if (turn := draft.build())), limit))
+    turns = list(islice(_dealt(TASKS[task](Path(data), limits), seed), limit))
     if not turns:
         raise DataError(
             f"no {task!r} turn in {data} fits {limits.max_prompt_tokens} tokens; "
@@ -52,11 +51,18 @@ def load_turns(
     return turns
 
 
-def _shuffled(drafts: list[Draft], seed: int) -> Iterator[Draft]:
+def _dealt(drafts: list[Draft], seed: int) -> Iterator[Turn]:
+    """Every agent's turns shuffled, then one of each in turn. They are built as they are asked."""
     groups: dict[str, list[Draft]] = defaultdict(list)
     for draft in drafts:
         groups[draft.task].append(draft)
     for group in groups.values():
         Random(seed).shuffle(group)
-    for round_ in zip_longest(*groups.values()):
-        yield from (draft for draft in round_ if draft is not None)
+    for round_ in zip_longest(*map(_built, groups.values())):
+        yield from (turn for turn in round_ if turn is not None)
+
+
+def _built(drafts: list[Draft]) -> Iterator[Turn]:
+    for draft in drafts:
+        if (turn := draft.build()) is not None:
+            yield turn

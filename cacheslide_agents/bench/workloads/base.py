@@ -12,6 +12,9 @@ from functools import cache
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.prompt.template import PromptTemplate
 
+_CUT_STEP = 16
+"""Characters within which `cut_middle` finds the longest text that fits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -65,7 +68,7 @@ def cut_middle(parts: Sequence[str], limit: int, count: Callable[[str], int]) ->
     if count(whole) <= limit:
         return tuple(parts)
     low, high = 0, len(whole)
-    while high - low > 1:
+    while high - low > _CUT_STEP:
         keep = (low + high) // 2
         if sum(count(part) for part in _without_middle(parts, keep)) <= limit:
             low = keep

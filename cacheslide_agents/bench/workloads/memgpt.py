@@ -79,7 +79,8 @@ def moments(dialogue: Dialogue, question: str) -> tuple[Moment, Moment]:
 
 def shown_sessions(now: Moment, limits: Limits) -> int | None:
     """How many of the last sessions make a prompt of at least `MIN_TOKENS`, if any number does."""
-    for sessions in range(LAST_SESSIONS, len(now.dialogue.sessions) + 1):
+    every = len(now.dialogue.sessions)
+    for sessions in range(min(LAST_SESSIONS, every), every + 1):
         prompt = now.prompt(sessions)
         if limits.prompt(prompt) >= MIN_TOKENS:
             return sessions if limits.fits(prompt) else None

@@ -41,6 +41,7 @@ class Agent:
         self._exchanges = tuple(zip(steps[::2], steps[1::2], strict=False))
         self._limits = limits
         self._cuts: dict[str, str] = {}
+        self._first: dict[int, int] = {}
 
     @cached_property
     def turns(self) -> list[int]:
@@ -66,26 +67,32 @@ class Agent:
 
     def first_shown(self, turn: int) -> int:
         """The oldest are dropped until the prompt fits: the first exchange that is not."""
-        return bisect_left(
-            range(turn), True, key=lambda first: self._limits.fits(self._prompt(first, turn))
-        )
+        if turn not in self._first:
+            self._first[turn] = bisect_left(
+                range(turn), True, key=lambda first: self._limits.fits(self._prompt(first, turn))
+            )
+        return self._first[turn]
 
     def _prompt(self, first: int, turn: int) -> ChunkedPrompt:
         history = []
         for number in range(first, turn):
-            elided = number < turn - SHOWN_OBSERVATIONS
-            action, seen = self.exchange(number + 1)
-            if elided:  # its note counts the lines of the whole output
-                seen = self._exchanges[number][1].content
-            history.append({"id": f"{number + 1}-action", "role": "assistant", "text": action})
-            history.append({"id": f"{number + 1}-output", "role": "user", "text": seen})
-        system, issue = cut_middle((self._system, self._issue), HEAD_TOKENS, self._limits.text)
+            action, observation = self._exchanges[number]
+            elided = number < turn - SHOWN_OBSERVATIONS  # its note counts the lines of it all
+            output = observation.content if elided else self._cut(observation.content)
+            said = self._cut(action_text(action))
+            history.append({"id": f"{number + 1}-action", "role": "assistant", "text": said})
+            history.append({"id": f"{number + 1}-output", "role": "user", "text": output})
+        system, issue = self._head
         return template("swe_agent").render(
             system=system,
             issue=issue,
             history=history,
             keep_observations=SHOWN_OBSERVATIONS,
         )
+
+    @cached_property
+    def _head(self) -> tuple[str, ...]:
+        return cut_middle((self._system, self._issue), HEAD_TOKENS, self._limits.text)
 
     def _cut(self, text: str) -> str:
         if text not in self._cuts:

@@ -1,0 +1,112 @@
+"""`cacheslide bench`: a workload or a study, measured.
+
+In: a task or a study, data, a model. Out: JSON in --out or on stdout; a table for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+
+from cacheslide_agents.cli import options
+from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.errors import RequestError
+
+
+def bench(
+    data: Annotated[Path, typer.Option(help="Folder with hotpotqa/, msc/ and swe_agent/.")],
+    task: Annotated[
+        str | None, typer.Option(help="reflexion, memgpt, swe_agent or append.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="A study by name, e.g. frontier.")] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    backend: options.BackendName = options.DEFAULT_BACKEND,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    policies: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Turns at most.")] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the turns.")] = 0,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 4096,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed answers per policy.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep complete turns of --out.")] = False,
+    out: options.Out = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure reuse policies on agent turns against dense prefill."""
+    if (task is None) == (study is None):
+        raise RequestError("give either --task or --study")
+    _known(task, study, policies)
+    common: dict[str, Any] = {
+        "data": data,
+        "out": out,
+        "seed": seed,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
+    if limit is not None:
+        common["limit"] = limit
+    with (
+        opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded,
+        _progress(shown=not as_json) as progress,
+    ):
+        common |= {"backend": loaded, "progress": progress}
+        if study is not None:
+            _study(study, common, as_json=as_json)
+            return
+        assert task is not None
+        own = {"backend_name": backend, "repeats": repeats, "resume": resume}
+        if policies is not None:
+            own["policies"] = policies.split(",")
+        _task(task, {**common, **own}, as_json=as_json)
+
+
+def _known(task: str | None, study: str | None, policies: str | None) -> None:
+    """Names are checked before a model is loaded."""
+    from cacheslide_agents.bench import STUDIES, TASKS
+    from cacheslide_agents.policies import named
+
+    for kind, name, known in (("task", task, TASKS), ("study", study, STUDIES)):
+        if name is not None and name not in known:
+            raise RequestError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
+    if study is not None and policies is not None:
+        raise RequestError("--policies goes with --task; a study chooses its own")
+    for name in policies.split(",") if policies else ():
+        named(name)
+
+
+def _task(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
+    from cacheslide_agents.bench import run_task, table
+
+    results = run_task(name, **arguments)
+    if as_json:
+        emit(results.to_dict())
+    else:
+        screen().print(table(results))
+
+
+def _study(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
+    from cacheslide_agents.bench import run_study
+
+    found = run_study(name, **arguments)
+    if as_json or arguments["out"] is None:
+        emit(found)
+    else:
+        notes().print(f"written to {arguments['out']}")
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr."""
+    with Progress(console=notes(), disable=not shown, transient=True) as bar:
+        row = bar.add_task("starting", total=None)
+
+        def update(done: int, total: int, label: str) -> None:
+            bar.update(row, completed=done, total=total, description=label)
+
+        yield update

@@ -1,0 +1,44 @@
+"""`cacheslide report`: an earlier run as a table, a page or a figure.
+
+In: a JSON file of `cacheslide bench`. Out: a table or Markdown on stdout, or an image file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheslide_agents.cli import options
+from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.errors import RequestError
+
+
+def report(
+    results: Annotated[Path, typer.Argument(help="JSON written by `cacheslide bench`.")],
+    page: Annotated[bool, typer.Option("--page", help="Markdown with what it means.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a frontier study into this file.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show an earlier run."""
+    from cacheslide_agents.bench import markdown, plot_frontier, read_results, table
+    from cacheslide_agents.bench.results import read_json
+
+    if page and (as_json or plot):
+        raise RequestError("--page stands alone: leave out --json and --plot")
+    if plot is not None:
+        plot_frontier(read_json(results), plot)
+        if as_json:
+            emit({"plot": str(plot)})
+        else:
+            notes().print(f"written to {plot}")
+        return
+    found = read_results(results)
+    if as_json:
+        emit({name: asdict(one) for name, one in found.summary.items()})
+    elif page:
+        print(markdown(found))
+    else:
+        screen().print(table(found))
