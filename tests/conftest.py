@@ -222,6 +222,7 @@ def tokenizers(request: pytest.FixtureRequest) -> Callable[[str], Any]:
     """A tokenizer by family name, with a chat template in that family's style."""
     from transformers import PreTrainedTokenizerFast
 
+    wrap: Any = PreTrainedTokenizerFast
     made: dict[str, Any] = {}
 
     def tokenizer(family: str) -> Any:
@@ -229,7 +230,7 @@ def tokenizers(request: pytest.FixtureRequest) -> Callable[[str], Any]:
             return request.getfixturevalue("smollm2_tokenizer")
         if family not in made:
             backend, options = _BUILDERS[family]()
-            made[family] = PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+            made[family] = wrap(tokenizer_object=backend, **options)
         return made[family]
 
     return tokenizer

@@ -13,7 +13,7 @@ from cacheslide_agents.bench import measure
 from cacheslide_agents.bench.measure import Bench
 from cacheslide_agents.bench.results import Row
 from cacheslide_agents.bench.workloads import Turn
-from cacheslide_agents.chunks import Chunk, ChunkedPrompt, Message
+from cacheslide_agents.chunks import Chunk, ChunkedPrompt, EncodedPrompt, Message
 from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies import Policy, named
 
@@ -127,7 +127,7 @@ def test_the_median_of_repeated_answers_counts(
 ) -> None:
     slow_first = iter((5.0, 1.0, 2.0))
 
-    def encode(prompt: ChunkedPrompt) -> measure.EncodedPrompt:
+    def encode(prompt: ChunkedPrompt) -> EncodedPrompt:
         encoded = backend.encode(prompt)
         if prompt is TURN.measure and timing:
             backend.now += next(slow_first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -59,7 +60,7 @@ def test_ids_equal_those_of_transformers_and_spans_partition_them(tokenizer: Any
     borders = [(span.start, span.stop) for span in encoded.spans]
     assert borders[0][0] == 0
     assert borders[-1][1] == len(encoded.ids)
-    assert all(a[1] == b[0] for a, b in zip(borders, borders[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in pairwise(borders))
     ids = [span.id for span in encoded.spans]
     assert ids == ["0.0", "0.1", "1.0", "1.1", "2.0", "3.0", "generation-prompt"]
     assert [span.digest for span in encoded.spans[:-1]] == [

@@ -25,7 +25,7 @@ SNIPPETS = st.sampled_from(
         "👩\u200d🚀",
         "🙂",
         "日本語",
-        "ſſ's",
+        "\u017f\u017f's",
         "the agent answers. The next one reads",
         "a  b   c",
         "==========",
@@ -121,7 +121,7 @@ def encoder_of() -> Callable[[Any], ChatEncoder]:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_ids_equal_those_of_transformers_for_values_without_control_text(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -133,7 +133,7 @@ def test_ids_equal_those_of_transformers_for_values_without_control_text(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_spans_end_where_the_chunks_end(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -152,7 +152,7 @@ def test_spans_end_where_the_chunks_end(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_no_value_forges_a_control_token(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -180,9 +180,9 @@ def test_no_value_forges_a_control_token(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=10)
 def test_an_encoder_that_has_seen_much_gives_what_a_new_one_gives(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
-    prompt = data.draw(conversations(st.one_of(TEXT, HOSTILE)))
+    prompt = data.draw(conversations())
     assert encoder_of(tokenizer).encode(prompt) == ChatEncoder(tokenizer).encode(prompt)

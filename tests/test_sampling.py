@@ -19,7 +19,7 @@ from transformers import (
 
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.errors import NonFiniteError, ReuseError
-from torch_cacheslide.sampling import Sampler
+from torch_cacheslide.sampling import NUCLEUS_GUESS, Sampler
 
 VOCABULARY = 50
 
@@ -55,6 +55,16 @@ def test_the_distribution_is_that_of_transformers_processors(
     torch.testing.assert_close(ours, reference(logits, sampling), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
+def test_a_nucleus_of_any_width_is_that_of_transformers(spread: float) -> None:
+    logits = spread * random_logits(8, size=4 * NUCLEUS_GUESS)
+    sampling = Sampling(temperature=1.0, top_p=0.8)
+    expected = reference(logits, sampling)
+    assert (int(expected.count_nonzero()) > NUCLEUS_GUESS) == (spread < 0.1)
+    ours = Sampler(sampling).probabilities(logits)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
     [(0, 1.0, {0, 1, 2, 3}), (2, 1.0, {2, 3}), (0, 0.75, {2, 3}), (3, 0.65, {2, 3}), (0, 0.4, {3})],
@@ -78,7 +88,7 @@ def test_tokens_that_tie_with_the_kth_are_all_kept() -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_draws_have_the_frequencies_of_the_distribution(top_p: float) -> None:
-    draws = 4000
+    draws = 2000
     sampling = Sampling(temperature=1.5, top_k=12, top_p=top_p, seed=7)
     sampler, logits = Sampler(sampling), random_logits(1)
     counts = Counter(sampler.next_token(logits) for _ in range(draws))

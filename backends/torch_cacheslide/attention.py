@@ -7,6 +7,7 @@ which keys. Out: the attention output per row. Rows are prompt indices; the mask
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "cacheslide"
-ROWS_PER_BLOCK = 128
+UNIT_ROWS, BLOCK_ROWS = 32, 256
+"""Rows the kernels like to see together: at least, and at most."""
+TOLERATED_WASTE = 0.125
+"""Share of masked-out pairs up to which one wider block beats two; see docs/decisions.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,26 @@ def row_layout(rows: npt.NDArray[np.int64], device: torch.device) -> Layout:
     if rows[0] == 0 and rows[-1] == count - 1:
         return (Block(0, count, count, None, causal=True),)
     index = torch.from_numpy(rows).to(device)
+    borders = _borders(rows)
     blocks = []
-    for start in range(0, count, ROWS_PER_BLOCK):
-        stop = min(start + ROWS_PER_BLOCK, count)
+    for start, stop in pairwise(borders):
         keys = int(rows[stop - 1]) + 1
         mask = torch.arange(keys, device=device)[None, :] <= index[start:stop, None]
         blocks.append(Block(start, stop, keys, mask))
     return tuple(blocks)
+
+
+def _borders(rows: npt.NDArray[np.int64]) -> list[int]:
+    """Where to cut ascending `rows` into blocks so that little of their work is masked out."""
+    seen = np.concatenate([[0], np.cumsum(rows + 1)])
+    borders = [0]
+    for start in range(UNIT_ROWS, len(rows), UNIT_ROWS):
+        stop = min(start + UNIT_ROWS, len(rows))
+        pairs = (stop - borders[-1]) * (rows[stop - 1] + 1)
+        waste = pairs - (seen[stop] - seen[borders[-1]])
+        if stop - borders[-1] > BLOCK_ROWS or waste > TOLERATED_WASTE * pairs:
+            borders.append(start)
+    return [*borders, len(rows)]
 
 
 def attention_pairs(layout: Layout) -> int:

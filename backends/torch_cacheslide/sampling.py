@@ -12,6 +12,8 @@ from torch import Tensor
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.errors import NonFiniteError
 
+NUCLEUS_GUESS = 512  # most nuclei are smaller, and sorting a whole vocabulary takes milliseconds
+
 
 class Sampler:
     """Draws tokens with `sampling`, reproducibly when its `seed` is set.
@@ -64,11 +66,20 @@ class Sampler:
     def _nucleus(self, scores: Tensor) -> Tensor:
         if self._sampling.top_p == 1.0:
             return scores
-        ordered, order = scores.sort(descending=True, stable=True)
-        probabilities = torch.softmax(ordered, dim=-1)
-        before = probabilities.cumsum(-1) - probabilities
-        outside = before >= self._sampling.top_p
-        return scores.masked_fill(torch.zeros_like(outside).scatter(0, order, outside), -torch.inf)
+        probabilities = torch.softmax(scores, dim=-1)
+        inside = self._inside(probabilities, min(NUCLEUS_GUESS, len(scores)))
+        if inside is None:
+            inside = self._inside(probabilities, len(scores))
+        assert inside is not None
+        return torch.full_like(scores, -torch.inf).index_copy_(0, inside, scores[inside])
+
+    def _inside(self, probabilities: Tensor, width: int) -> Tensor | None:
+        """Ids of the nucleus; `None` when it does not end within the `width` most likely tokens."""
+        likely = probabilities.topk(width)
+        inside = likely.values.cumsum(0) - likely.values < self._sampling.top_p
+        if inside[-1] and width < len(probabilities):
+            return None
+        return likely.indices[inside]
 
 
 def _generator(seed: int | None) -> torch.Generator:

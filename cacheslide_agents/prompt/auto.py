@@ -82,4 +82,5 @@ def _call(index: int, call: Any) -> dict[str, Any]:
         )
     arguments = parsed_arguments(function.get("arguments", {}))
     shown = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", **{k: call[k] for k in ("id",) if call.get(k)}, "function": shown}
+    name = {"id": call["id"]} if call.get("id") else {}
+    return {**name, "type": "function", "function": shown}

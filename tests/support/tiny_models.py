@@ -1,7 +1,7 @@
 """Random models of a few thousand weights, written to folders as users have them, or as GGUF.
 
-In: a folder, a seed, changes to the config. Out: config, safetensors and a byte-level tokenizer, and
-ways to change or damage them.
+In: a folder, a seed, changes to the config. Out: config, safetensors and a byte-level tokenizer,
+and ways to change or damage them.
 """
 
 from __future__ import annotations
