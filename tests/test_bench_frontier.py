@@ -110,16 +110,17 @@ def test_every_variant_has_a_label_of_its_own_and_never_declines() -> None:
 
 def test_the_plot_has_a_panel_a_task_and_a_line_a_selector(tmp_path: Path) -> None:
     points = [
-        {"task": task, "policy": "p", "selector": selector, "compute_fraction": x, "kl_mean": y}
+        {"task": task, "policy": policy, "selector": selector, "fraction": fraction}
+        | {"compute_fraction": x, "kl_mean": y}
         for task in ("reflexion", "memgpt")
-        for selector in ("left-out", "shown")
+        for policy, selector, fraction in (("p", "near", 0.1), ("p", "far", 0.1), ("q", "b8", None))
         for x, y in ((0.2, 0.01), (0.1, 0.0))
     ]
     path = tmp_path / "frontier.svg"
     plot_frontier({"points": points}, path)
     drawn = path.read_text(encoding="utf-8")
     assert drawn.startswith("<?xml")
-    for text in ("reflexion", "memgpt", "p left-out", "p shown", "compute fraction"):
+    for text in ("reflexion", "memgpt", "p near", "p far", "q", "compute fraction"):
         assert f"<!-- {text} -->" in drawn
 
 

@@ -3,15 +3,18 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cacheslide_agents.bench.report import markdown, table
 from cacheslide_agents.bench.results import Results, Row, read_results, write_json
 from cacheslide_agents.bench.summary import summarise
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.policies import POLICY_NAMES
 
 DENSE = Row(
     id="q1",
@@ -119,7 +122,7 @@ def test_a_missing_or_broken_file_is_a_data_error(tmp_path: Path, text: str | No
         read_results(path)
 
 
-def test_the_page_and_the_table_show_the_headline(results: Results) -> None:
+def test_the_page_shows_the_headline(results: Results) -> None:
     page = markdown(results)
     assert "# reflexion on m" in page
     assert "1 turns, torch backend, device cpu, 2 threads; python 3.11.7, torch 2.13.0." in page
@@ -128,6 +131,15 @@ def test_the_page_and_the_table_show_the_headline(results: Results) -> None:
         "| cacheslide | 0.500 | 8.00 (8.00 to 8.00) | - | 8.00 (8.00 to 8.00) | 0.112 | 0.0021 "
         "| 0.0021 | 1.00 | 1.00 | 1.00 | 0.00 | 1 / 0 / 0 |"
     )
-    shown = table(results)
-    assert shown.row_count == 2
-    assert len(shown.columns) == line.count("|") - 1
+
+
+def test_the_table_of_nine_policies_fits_a_terminal(results: Results) -> None:
+    rows = tuple(replace(SLIDE, policy=name) for name in POLICY_NAMES)
+    screen = Console(width=80, record=True, file=StringIO())
+    screen.print(table(replace(results, rows=rows, summary=summarise(rows))))
+    lines = screen.export_text().splitlines()
+    for name in POLICY_NAMES:
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        assert line.split()[1:] == [
+            *("0.50", "1.00", "1.00", "0.112", "0.0021", "1.00", "1", "0", "0")
+        ]

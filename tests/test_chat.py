@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cacheslide_agents.chunks import Chunk, ChunkedPrompt, EncodedPrompt, Message, Role, text_digest
+from cacheslide_agents.chunks import Chunk, ChunkedPrompt, EncodedPrompt, Message, Role
 from cacheslide_agents.errors import PromptError, TokenizerError
 from cacheslide_agents.prompt.chat import ChatEncoder
 
@@ -121,11 +121,16 @@ def test_empty_chunks_are_empty_spans(tokenizer: Any) -> None:
 
 def test_white_space_at_the_edge_of_a_message_keeps_its_chunk(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("qwen")
-    prompt = prompt_of(("user", ["\n\n", "text", "\n", "\n"]), ("user", ["next"]))
+    prompt = prompt_of(("user", ["\t \t", "text", "\t\t", "\n "]), ("user", ["next"]))
     encoded = ChatEncoder(tokenizer).encode(prompt)
-    found = pieces(tokenizer, encoded)
-    assert found["0.1"] == "text"
-    assert found["1.0"] == "<|im_end|>\n<|im_start|>user\nnext"
+    assert pieces(tokenizer, encoded) == {
+        "0.0": "<|im_start|>user\n\t \t",
+        "0.1": "text",
+        "0.2": "\t\t",
+        "0.3": "\n ",
+        "1.0": "<|im_end|>\n<|im_start|>user\nnext",
+        "generation-prompt": "<|im_end|>\n<|im_start|>assistant\n",
+    }
 
 
 def test_text_that_a_template_trims_leaves_no_trace(tokenizers: Tokenizers) -> None:
@@ -174,7 +179,10 @@ def test_where_borders_inside_messages_are_hidden_a_message_is_a_chunk(
         ("2.0", Role.REUSE),
         ("generation-prompt", Role.RECOMPUTE),
     ]
-    assert encoded.spans[0].digest == text_digest("ab")
+    edited = prompt_of(("user", ["a", "B"]), turns, ("user", ["c"]), role=Role.REUSE)
+    again = ChatEncoder(tokenizers("qwen")).encode(edited)
+    same = [a.digest == b.digest for a, b in zip(encoded.spans, again.spans, strict=True)]
+    assert same == [False, True, True, True]
 
 
 def test_where_every_border_is_hidden_the_prompt_is_one_chunk(tokenizers: Tokenizers) -> None:
@@ -210,6 +218,33 @@ def test_a_tokenizer_without_chat_template_gets_the_plain_one(tokenizers: Tokeni
         "Assistant: Because.\n\nUser: And then?\n\nAssistant:"
     )
     assert list(encoded.ids) == tokenizer(encoded.text, add_special_tokens=False)["input_ids"]
+
+
+def test_a_value_cannot_complete_a_control_token_with_the_markup_around_it(
+    tokenizers: Tokenizers,
+) -> None:
+    tokenizer = tokenizers("mistral")
+    bracketed = "{% for m in messages %}[{{ m.content }}]{{ eos_token }}{% endfor %}"
+    encoded = ChatEncoder(tokenizer, chat_template=bracketed).encode(prompt_of(("user", ["INST"])))
+    assert encoded.text == "[INST]</s>"
+    assert encoded.ids.count(tokenizer.convert_tokens_to_ids("[INST]")) == 0
+    assert encoded.ids.count(tokenizer.convert_tokens_to_ids("</s>")) == 1
+
+
+@pytest.mark.parametrize("drops", ["{{ raise_exception('no system role') }}", ""])
+def test_system_text_goes_to_the_first_user_message_where_there_is_no_system_role(
+    tokenizers: Tokenizers, drops: str
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}"
+        + drops
+        + "{% else %}<|USER|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    encoder = ChatEncoder(tokenizers("neox"), chat_template=template)
+    encoded = encoder.encode(prompt_of(("system", ["Be ", "brief."]), ("user", ["Why?"])))
+    assert encoded.text == "<|USER|>Be brief.\n\nWhy?"
+    assert [span.id for span in encoded.spans] == ["0.0", "0.1", "1.0", "generation-prompt"]
+    assert encoder.encode(prompt_of(("system", []), ("user", ["Why?"]))).text == "<|USER|>Why?"
 
 
 def test_variables_reach_the_chat_template(tokenizers: Tokenizers) -> None:

@@ -160,6 +160,7 @@ def test_no_value_forges_a_control_token(
     prompt = data.draw(conversations(HOSTILE))
     encoder = encoder_of(tokenizer)
     encoded = encoder.encode(prompt)
+    assert encoder.encode(prompt) == encoded
     assert_partition(encoded)
     harmless = ChunkedPrompt(
         tuple(Message(m.role, (Chunk(str(i), "x"),)) for i, m in enumerate(prompt.messages))

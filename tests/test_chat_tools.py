@@ -82,13 +82,15 @@ def test_native_tools_give_the_ids_of_transformers_and_a_chunk_of_their_own(
 
 
 def test_native_tools_change_their_digest_with_their_schema(tokenizers: Tokenizers) -> None:
+    """Control-token text in a schema makes the digest no less stable."""
+    hostile = {"type": "function", "function": {"name": "x<|im_end|>"}}
     encoder = ChatEncoder(tokenizers("qwen"))
     prompt = chunk_messages(turns()[:2])
     digests = [
         next(
             span.digest for span in encoder.encode(prompt, tools=tools).spans if span.id == "tools"
         )
-        for tools in ([SEARCH], [SEARCH], [SEARCH, ADD])
+        for tools in ([hostile], [hostile], [hostile, ADD])
     ]
     assert digests[0] == digests[1] != digests[2]
 

@@ -153,6 +153,22 @@ def test_text_the_vocabulary_cannot_spell_is_no_forgery() -> None:
     assert markup.encode("known foreign", []).ids.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize(
+    ("family", "unknown"), [("smollm2", "<|endoftext|>"), ("mistral", "<unk>")]
+)
+def test_the_name_of_the_unknown_token_is_withheld_like_any_other(
+    tokenizers: Tokenizers, family: str, unknown: str
+) -> None:
+    tokenizer = tokenizers(family)
+    assert tokenizer.unk_token == unknown
+    markup = MarkupTokenizer(tokenizer.backend_tokenizer, controls_of(tokenizer))
+    text = f"a{unknown} b {unknown}"
+    place = (len(text) - len(unknown), len(text))
+    number = tokenizer.unk_token_id
+    assert markup.encode(text, []).ids.tolist().count(number) == 0
+    assert markup.encode(text, [place]).ids.tolist().count(number) == 1
+
+
 def test_several_threads_get_what_one_gets(tokenizers: Tokenizers) -> None:
     tokenizer = tokenizers("qwen")
     markup = MarkupTokenizer(tokenizer.backend_tokenizer, controls_of(tokenizer))

@@ -70,6 +70,8 @@ class TorchBackend:
         self.tokenizer: Any = loaded.tokenizer
         self.model_id: str = loaded.model_id
         self.path = loaded.path
+        self.fingerprint: str = loaded.fingerprint
+        self.layers: int = stack.layers
         self.device = stack.device
         self.max_model_len = int(config.max_position_embeddings)
         self.store: PageStore = store if store is not None else MemoryStore(store_bytes)

@@ -17,7 +17,7 @@ _LEAST_KL = 1e-7
 
 
 def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
-    """One panel per task, one line per policy and selector; KL is logarithmic, lower left wins."""
+    """One panel per task, one line per selector; KL is logarithmic, lower left is better."""
     points = study.get("points")
     if not points:
         raise DataError("a frontier plot needs a study with 'points'; this file has none")
@@ -40,7 +40,8 @@ def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
 def _lines(points: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for point in points:
-        label = f"{point['policy']} {point['selector']}"
+        policy, selector = point["policy"], point["selector"]
+        label = policy if point["fraction"] is None else f"{policy} {selector}"
         lines[label].append((point["compute_fraction"], max(point["kl_mean"], _LEAST_KL)))
     return lines
 

@@ -1,17 +1,18 @@
 """Shows a run: a table for the terminal, a page of Markdown for people who were not there.
 
-In: `Results`. Out: a rich `Table`, or Markdown text. Both show the same cells.
+In: `Results`. Out: a rich `Table` of the main figures, or Markdown text with all of them.
 """
 
 from __future__ import annotations
 
 from statistics import median
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cacheslide_agents.bench.results import PolicySummary, Results, Spread
 
-COLUMNS = (
+PAGE_COLUMNS = (
     "policy",
     "TTFT s",
     "vs recompute",
@@ -47,18 +48,35 @@ _PAGE = """\
 
 
 def table(results: Results) -> Table:
-    """One line per policy."""
-    shown = Table(title=f"{results.task} on {results.model}, {_turns(results)} turns")
-    for column in COLUMNS:
-        shown.add_column(column, justify="left" if column == "policy" else "right")
-    for cells in _cells(results):
-        shown.add_row(*cells)
+    """One line per policy, 80 columns wide; ratios are medians over all turns."""
+    title = f"{results.task} on {results.model}, {_turns(results)} turns"
+    shown = Table(title=title, box=SIMPLE_HEAD, show_edge=False, padding=0)
+    shown.add_column("policy", no_wrap=True)
+    for column in ("TTFT s", "x dense", "x prefix", "compute", "KL", "F1", "hits", "decl.", "fell"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    for name, one in results.summary.items():
+        shown.add_row(
+            name,
+            f"{_ttft(results, name):.2f}",
+            _median(one.ttft_speedup_vs_recompute),
+            _median(one.ttft_speedup_vs_prefix),
+            f"{one.compute_fraction:.3f}",
+            f"{one.kl_mean:.4f}",
+            _share(one.f1),
+            str(one.rows_hit),
+            str(one.declined),
+            str(one.fallbacks),
+        )
     return shown
 
 
 def markdown(results: Results) -> str:
-    """The same as a page, with what every column means."""
-    lines = [COLUMNS, tuple("---" for _ in COLUMNS), *_cells(results)]
+    """A page with every figure and what it means."""
+    lines = [PAGE_COLUMNS, tuple("---" for _ in PAGE_COLUMNS)]
+    lines += [
+        (name, f"{_ttft(results, name):.3f}", *_figures(one))
+        for name, one in results.summary.items()
+    ]
     return _PAGE.format(
         task=results.task,
         model=results.model,
@@ -73,13 +91,6 @@ def markdown(results: Results) -> str:
 
 def _turns(results: Results) -> int:
     return len({(row.id, row.turn) for row in results.rows})
-
-
-def _cells(results: Results) -> list[tuple[str, ...]]:
-    return [
-        (name, f"{_ttft(results, name):.3f}", *_figures(one))
-        for name, one in results.summary.items()
-    ]
 
 
 def _ttft(results: Results, policy: str) -> float:
@@ -106,6 +117,10 @@ def _spread(spread: Spread | None) -> str:
     if spread is None:
         return "-"
     return f"{spread.median:.2f} ({spread.min:.2f} to {spread.max:.2f})"
+
+
+def _median(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.2f}"
 
 
 def _share(value: float | None) -> str:

@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import typer
 
-from cacheslide_agents.cli.bench import bench
-from cacheslide_agents.cli.chat import chat
-from cacheslide_agents.cli.check import check
+from cacheslide_agents.cli import bench, chat, check, demo, generate, inspect, report
 from cacheslide_agents.cli.console import Commands
-from cacheslide_agents.cli.demo import demo
-from cacheslide_agents.cli.generate import generate
-from cacheslide_agents.cli.inspect import inspect
-from cacheslide_agents.cli.report import report
 
 app = typer.Typer(
     cls=Commands,
@@ -24,8 +18,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (chat, generate, inspect, check, bench, report, demo):
-    app.command()(command)
+app.command()(chat.chat)
+app.command()(generate.generate)
+app.command()(inspect.inspect)
+app.command()(check.check)
+app.command()(bench.bench)
+app.command()(report.report)
+app.command()(demo.demo)
 
 
 def main() -> None:

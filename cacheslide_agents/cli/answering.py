@@ -89,12 +89,17 @@ def write_piece(text: str) -> None:
 
 def receipt_line(receipt: Receipt) -> str:
     """One line: what was reused, what was computed, how long the first token took."""
-    why = f" ({receipt.reason})" if receipt.reason else ""
     return (
-        f"{receipt.policy}: {receipt.outcome}{why}, "
+        f"{verdict(receipt)}, "
         f"{receipt.reused_tokens} of {receipt.prompt_tokens} prompt tokens reused, "
         f"{receipt.compute_fraction:.1%} computed, first token after {receipt.ttft_s:.3f} s"
     )
+
+
+def verdict(receipt: Receipt) -> str:
+    """The policy and what came of it, with the reason where that says more."""
+    why = f" ({receipt.reason})" if receipt.reason not in ("", receipt.outcome) else ""
+    return f"{receipt.policy}: {receipt.outcome}{why}"
 
 
 def policy_named(name: str | None) -> PolicyLike | None:

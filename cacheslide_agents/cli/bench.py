@@ -102,8 +102,10 @@ def _study(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
 
 @contextmanager
 def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr."""
-    with Progress(console=notes(), disable=not shown, transient=True) as bar:
+    """A bar on stderr, if a terminal is there to draw it."""
+    console = notes()
+    hidden = not (shown and console.is_terminal)
+    with Progress(console=console, disable=hidden, transient=True) as bar:
         row = bar.add_task("starting", total=None)
 
         def update(done: int, total: int, label: str) -> None:

@@ -49,15 +49,21 @@ def complain(error: CacheSlideError) -> None:
     print("error:", " ".join(str(error).split()), file=sys.stderr)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """rich would end the process with 1, which says that something does not hold."""
+        raise BrokenPipeError
+
+
 def notes() -> Console:
     """Where progress, receipts and remarks go: stderr."""
-    return Console(stderr=True, highlight=False, markup=False)
+    return _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
 def screen() -> Console:
-    """Where tables that are the answer go: stdout; wide when nobody's terminal is there to wrap."""
+    """Where tables go: stdout, wide when there is no terminal to fit them into."""
     width = None if sys.stdout.isatty() else FILE_WIDTH
-    return Console(highlight=False, markup=False, width=width)
+    return _Console(highlight=False, markup=False, width=width)
 
 
 def emit(value: Any) -> None:

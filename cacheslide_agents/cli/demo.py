@@ -12,13 +12,12 @@ from typing import Annotated, Any
 from uuid import uuid4
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cacheslide_agents.backend import Backend, Receipt, Sampling
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.answering import Answer, Asker, policy_named
+from cacheslide_agents.cli.answering import Answer, Asker, policy_named, verdict
 from cacheslide_agents.cli.console import emit, screen
 from cacheslide_agents.cli.engine import opened
 from cacheslide_agents.prompt.auto import chunk_messages
@@ -67,20 +66,18 @@ def demo(
 
     episode = demo_episode(question)
     prompts = episode.prompts()
-    out = screen()
     trials = []
     with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
         if not as_json:
-            out.print(
-                f"Question: {episode.question.question}\nGold answer: {episode.question.answer}"
-            )
+            print(f"Question: {episode.question.question}")
+            print(f"Gold answer: {episode.question.answer}")
         for trial in run_trials(loaded, prompts, policy, max_tokens):
             trials.append(trial)
             if not as_json:
-                _show(out, trial)
+                _show(trial)
     equal = all(trial.equal for trial in trials)
     if not as_json:
-        out.print("All answers are equal." if equal else "The answers are NOT all equal.")
+        print("All answers are equal." if equal else "The answers are NOT all equal.")
         return
     emit(
         {
@@ -112,23 +109,22 @@ def run_trials(
             yield Trial(number, reuse.ask(prompt), first)
 
 
-def _show(out: Console, trial: Trial) -> None:
+def _show(trial: Trial) -> None:
     reuse, dense = trial.reuse, trial.dense
-    out.print(
+    print(
         f"\nTrial {trial.number}: first token after {reuse.receipt.ttft_s:.3f} s with reuse, "
         f"{dense.receipt.ttft_s:.3f} s without ({trial.speedup:.1f}x)"
     )
-    out.print(_chunks(reuse.receipt))
+    screen().print(_chunks(reuse.receipt))
     if trial.equal:
-        out.print(f"Answer, the same both ways: {reuse.text.strip()}")
+        print(f"Answer, the same both ways: {reuse.text.strip()}")
     else:
-        out.print(f"Answer with reuse:    {reuse.text.strip()}")
-        out.print(f"Answer without reuse: {dense.text.strip()}")
+        print(f"Answer with reuse:    {reuse.text.strip()}")
+        print(f"Answer without reuse: {dense.text.strip()}")
 
 
 def _chunks(receipt: Receipt) -> Table:
-    why = f" ({receipt.reason})" if receipt.reason else ""
-    table = Table(title=f"{receipt.policy}: {receipt.outcome}{why}", title_justify="left")
+    table = Table(title=verdict(receipt), title_justify="left")
     columns = ("chunk", "role", "tokens", "outcome", "shift", "reused", "corrected", "reason")
     for column in columns:
         numeric = column in {"tokens", "shift", "reused", "corrected"}

@@ -13,7 +13,7 @@ import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen
-from cacheslide_agents.errors import RequestError
+from cacheslide_agents.errors import DataError, RequestError
 
 
 def report(
@@ -29,7 +29,10 @@ def report(
     if page and (as_json or plot):
         raise RequestError("--page stands alone: leave out --json and --plot")
     if plot is not None:
-        plot_frontier(read_json(results), plot)
+        try:
+            plot_frontier(read_json(results), plot)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{plot} cannot be drawn: {error}") from error
         if as_json:
             emit({"plot": str(plot)})
         else:

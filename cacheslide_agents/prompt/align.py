@@ -18,6 +18,7 @@ from cacheslide_agents.chunks import Alignment, Edit, Run, Span
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.gaps import GapSearch
 from cacheslide_agents.prompt.grams import gram_hashes, group_grams
+from cacheslide_agents.prompt.votes import Pairs
 
 Ints = npt.NDArray[np.int64]
 TokenIds = Sequence[int] | Ints
@@ -47,7 +48,7 @@ def align(
     _check_min_run(min_run)
     head, tail = _head_and_tail(new, old, min_run)
     gap = Edit(head, len(new) - tail, head, len(old) - tail)
-    found = GapSearch(new, old, gap, _equal_chunks(spans, cached_spans), min_run).runs()
+    found = GapSearch(new, old, gap, _chunk_pairs(spans, cached_spans), min_run).runs()
     runs = [Run(0, 0, head), *found, Run(gap.stop, gap.cached_stop, tail)]
     return Alignment(len(new), len(old), _joined(new, old, runs))
 
@@ -111,17 +112,18 @@ def _common_head(left: Ints, right: Ints) -> int:
     return first if differs[first:].any() else length
 
 
-def _equal_chunks(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Ints:
-    """Rows (start, cached_start, length): the k-th chunk with a digest and the k-th cached one."""
+def _chunk_pairs(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Pairs:
+    """Tokens of chunks with equal digests and lengths, the k-th such chunk with the k-th cached."""
     cached: dict[tuple[str, int], list[int]] = defaultdict(list)
     for span in reversed(cached_spans):
         cached[span.digest, len(span)].append(span.start)
-    rows = []
+    i, j = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     for span in spans:
         starts = cached[span.digest, len(span)]
         if starts:
-            rows.append((span.start, starts.pop(), len(span)))
-    return np.array(rows, dtype=np.int64).reshape(-1, 3)
+            i.append(np.arange(span.start, span.stop))
+            j.append(np.arange(len(span)) + starts.pop())
+    return np.concatenate(i), np.concatenate(j)
 
 
 def _joined(new: Ints, old: Ints, runs: Sequence[Run]) -> tuple[Run, ...]:

@@ -46,7 +46,7 @@ class Bordered:
         label = Label(
             f"{self.labels[0].id}..{self.labels[-1].id}",
             Role.REUSE if reuse else Role.RECOMPUTE,
-            text_digest(self.content),
+            text_digest(" ".join(label.digest for label in self.labels)),
         )
         return Bordered(self.content, (0, len(self.content)), (label,))
 

@@ -15,6 +15,7 @@ from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Message, Span
 from cacheslide_agents.errors import PromptError
 from cacheslide_agents.prompt.collect import MESSAGE_ROLES
 from cacheslide_agents.prompt.control import ControlTokens
+from cacheslide_agents.prompt.fold import folded_system
 from cacheslide_agents.prompt.ids import UniqueIds
 from cacheslide_agents.prompt.pieces import Tokens
 from cacheslide_agents.prompt.seams import Rendering, render_chunks
@@ -99,6 +100,8 @@ class ChatEncoder:
         messages, schemas = list(prompt.messages), checked_tools(tools)
         if not self.knows_tools:
             messages, schemas = written_out(messages, schemas), []
+        if not self._knows_system:
+            messages = folded_system(messages)
 
         def render(dialogue: list[dict[str, Any]], tools: list[Tool]) -> str:
             return self._render(dialogue, tools, add_generation_prompt)
@@ -129,6 +132,10 @@ class ChatEncoder:
         return "probetool" in listed and "probeargument" in used and "proberesult" in used
 
     @cached_property
+    def _knows_system(self) -> bool:
+        return "Hi system" in self._rendered_roles(("system", "user"))
+
+    @cached_property
     def _markup_tokenizer(self) -> MarkupTokenizer:
         roles = "".join(map(self._rendered_roles, _ROLE_PROBES))
         source = self._template or self._tokenizer.get_chat_template(tools=[_PROBE_TOOL])
@@ -138,7 +145,8 @@ class ChatEncoder:
 
     def _rendered_roles(self, turns: Sequence[str]) -> str:
         try:
-            return self._render([{"role": role, "content": "Hi"} for role in turns], [], False)
+            dialogue = [{"role": role, "content": f"Hi {role}"} for role in turns]
+            return self._render(dialogue, [], False)
         except PromptError:
             return ""
 

@@ -13,33 +13,30 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.chunks import Edit, Run
-from cacheslide_agents.prompt.grams import gram_hashes, pair_grams, widen_grams
+from cacheslide_agents.prompt.grams import gram_hashes
 from cacheslide_agents.prompt.runs import best_chain, equal_runs
+from cacheslide_agents.prompt.votes import Pairs, Votes, largest
 
 Ints = npt.NDArray[np.int64]
 
 _SHIFTS = 32
 """Shifts tried in one gap, those with most votes."""
-_WIDER = 8
-"""Where more shifts than that have votes, grams this many times wider vote too."""
-_RUNS, _TOKENS_PER_RUN = 48, 128
-"""Runs weighed against each other in one gap, the longest: so many, and one per so many tokens."""
+_RUNS, _TOKENS_PER_RUN = 64, 128
+"""Runs weighed against each other in one gap: so many, and one more per so many tokens."""
 _GAP_WORK, _RUN_WORK = 2000, 30
 """What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""
-_WORK, _WORK_PER_TOKEN = 7000, 2
+_WORK, _WORK_PER_TOKEN = 7000, 1.5
 """Work allowed in one search, and per token of both sides."""
 
 
 class GapSearch:
-    """One search. `gap` is what head and tail left; `chunks` are rows (start, cached_start, length)
-    of chunks that ought to be equal.
-    """
+    """One search of `gap`. `known` are pairs of tokens that ought to be equal."""
 
-    def __init__(self, new: Ints, old: Ints, gap: Edit, chunks: Ints, min_run: int) -> None:
+    def __init__(self, new: Ints, old: Ints, gap: Edit, known: Pairs, min_run: int) -> None:
         self._new = new[gap.start : gap.stop]
         self._old = old[gap.cached_start : gap.cached_stop]
-        self._origin = (gap.start, gap.cached_start, 0)
-        self._chunks = chunks - self._origin
+        self._origin = np.array((gap.start, gap.cached_start, 0))
+        self._known = known[0] - gap.start, known[1] - gap.cached_start
         self._min_run = min_run
         self._grams = gram_hashes(self._new, min_run)
         self._cached_grams = gram_hashes(self._old, min_run)
@@ -48,80 +45,61 @@ class GapSearch:
 
     def runs(self) -> list[Run]:
         """Ascending, disjoint on both sides, each at least `min_run` long."""
-        found: list[Run] = []
+        found: list[Ints] = []
         work = _WORK + _WORK_PER_TOKEN * (len(self._new) + len(self._old))
         self._enqueue([Edit(0, len(self._new), 0, len(self._old))])
         while self._queue and work > 0:
             gap = heappop(self._queue)[-1]
             candidates = self._candidates(gap)
+            chain = best_chain(candidates, self._min_run)
+            if len(chain):
+                self._enqueue(_between(gap, chain.tolist()))
+                found.extend(chain + self._origin)
             work -= _GAP_WORK + _RUN_WORK * len(candidates)
             work -= gap.stop - gap.start + gap.cached_stop - gap.cached_start
-            chain = best_chain(candidates, self._min_run)
-            runs = [Run(*row) for row in chain.tolist()]
-            if runs:
-                self._enqueue(_between(gap, runs))
-            found += [Run(*row) for row in (chain + self._origin).tolist()]
-        return sorted(found, key=lambda run: run.start)
+        return sorted((Run(*row.tolist()) for row in found), key=lambda run: run.start)
 
     def _enqueue(self, gaps: Iterable[Edit]) -> None:
-        """Queue the gaps in which some gram of the new side is known on the cached side."""
+        """Queue the gaps that hold a gram the cached side knew when it was last looked up."""
         for gap in gaps:
             size = min(gap.stop - gap.start, gap.cached_stop - gap.cached_start)
-            if size >= self._min_run and self._paired[self._grams_of(gap)[0]].any():
+            if size >= self._min_run and self._paired[self._grams_in(gap)[0]].any():
                 heappush(self._queue, (-size, gap.start, gap))
 
-    def _grams_of(self, gap: Edit) -> tuple[slice, slice]:
+    def _grams_in(self, gap: Edit) -> tuple[slice, slice]:
         """The grams that lie wholly in the gap, on either side."""
         beyond = self._min_run - 1
-        return (
-            slice(gap.start, max(gap.start, gap.stop - beyond)),
-            slice(gap.cached_start, max(gap.cached_start, gap.cached_stop - beyond)),
+        return slice(gap.start, gap.stop - beyond), slice(
+            gap.cached_start, gap.cached_stop - beyond
         )
 
     def _candidates(self, gap: Edit) -> Ints:
+        """Runs of the gap, rows (start, cached_start, length), not in order."""
+        here, there = self._grams_in(gap)
+        known = self._known_in(gap)
+        votes = Votes.cast(self._grams[here], self._cached_grams[there], self._min_run, known)
+        self._paired[here] = False
+        self._paired[here][votes.paired] = True
         new = self._new[gap.start : gap.stop]
         old = self._old[gap.cached_start : gap.cached_stop]
-        runs = equal_runs(new, old, self._shifts(gap), self._min_run)
-        runs = _largest(runs, runs[:, 2], _RUNS + len(new) // _TOKENS_PER_RUN)
-        return runs + (gap.start, gap.cached_start, 0)
+        runs = equal_runs(new, old, votes.shifts(_SHIFTS), self._min_run)
+        most = _RUNS + len(new) // _TOKENS_PER_RUN
+        if len(runs) > most:
+            runs = largest(runs, votes.on(runs), most)
+        runs += np.array((gap.start, gap.cached_start, 0))
+        return runs
 
-    def _shifts(self, gap: Edit) -> Ints:
-        """Shifts within the gap that its grams, and the chunks that lie in it, vote for."""
-        here, there = self._grams_of(gap)
-        grams, cached_grams = self._grams[here], self._cached_grams[there]
-        i, j = pair_grams(grams, cached_grams)
-        self._paired[here] = False
-        self._paired[here][i] = True
-        zero = gap.cached_stop - gap.cached_start
-        votes = np.bincount(i - j + zero, minlength=zero + gap.stop - gap.start)
-        starts, cached_starts, lengths = self._chunks_in(gap).T
-        np.add.at(votes, starts - cached_starts + zero, lengths)
-        shifts = np.flatnonzero(votes)
-        if len(shifts) > _SHIFTS:
-            wider = self._min_run * _WIDER
-            i, j = pair_grams(
-                widen_grams(grams, self._min_run, wider),
-                widen_grams(cached_grams, self._min_run, wider),
-            )
-            np.add.at(votes, i - j + zero, _WIDER)
-        return _largest(shifts, votes[shifts], _SHIFTS) - zero
-
-    def _chunks_in(self, gap: Edit) -> Ints:
-        """Rows of the chunks inside the gap, counted from its corner."""
-        first = np.array((gap.start, gap.cached_start))
-        last = np.array((gap.stop, gap.cached_stop))
-        starts, lengths = self._chunks[:, :2], self._chunks[:, 2:]
-        inside = ((starts >= first) & (starts + lengths <= last)).all(axis=1)
-        return self._chunks[inside] - (gap.start, gap.cached_start, 0)
+    def _known_in(self, gap: Edit) -> Pairs:
+        """The known pairs inside the gap, counted from its corner."""
+        i, j = self._known
+        inside = (i >= gap.start) & (i < gap.stop) & (j >= gap.cached_start) & (j < gap.cached_stop)
+        return i[inside] - gap.start, j[inside] - gap.cached_start
 
 
-def _largest(rows: Ints, sizes: Ints, count: int) -> Ints:
-    return rows if len(rows) <= count else rows[np.argpartition(sizes, -count)[-count:]]
-
-
-def _between(gap: Edit, runs: Iterable[Run]) -> Iterator[Edit]:
+def _between(gap: Edit, runs: Iterable[tuple[int, int, int]]) -> Iterator[Edit]:
+    """What `runs` leave of the gap."""
     start, cached_start = gap.start, gap.cached_start
-    for run in runs:
-        yield Edit(start, run.start, cached_start, run.cached_start)
-        start, cached_start = run.stop, run.cached_stop
+    for run_start, run_cached_start, length in runs:
+        yield Edit(start, run_start, cached_start, run_cached_start)
+        start, cached_start = run_start + length, run_cached_start + length
     yield Edit(start, gap.stop, cached_start, gap.cached_stop)

@@ -40,6 +40,23 @@ def widen_grams(hashes: Hashes, width: int, wider: int) -> Hashes:
     return hashes
 
 
+def telling_width(grams: Hashes, width: int) -> int:
+    """The narrowest width, in doublings of `width`, at which most grams differ from one another.
+
+    At most a quarter of the sequence, and `width` itself where text is not repetitive. Distinct
+    grams are counted by the slots they take in a table, so slightly too few are counted.
+    """
+    bits = np.uint64(len(grams).bit_length() + 2)
+    while len(grams) > 8 * width:
+        taken = np.zeros(1 << int(bits), dtype=np.bool_)
+        taken[grams >> (np.uint64(64) - bits)] = True
+        if 2 * np.count_nonzero(taken) > len(grams):
+            break
+        grams = widen_grams(grams, width, 2 * width)
+        width *= 2
+    return width
+
+
 class GramGroups(NamedTuple):
     """The grams that occur more than once in two sequences, in groups of equal hashes.
 
@@ -79,6 +96,7 @@ def pair_grams(new: Hashes, old: Hashes) -> tuple[Ints, Ints]:
 
     Occurrences are counted once from the front and once from the back, so a gram that stands alone
     on both sides is paired twice, and in repetitive text an edit misleads one of the counts only.
+    Not in order.
     """
     where, starts, in_new, in_old = group_grams(new, old)
     group = np.repeat(np.arange(len(starts)), in_new)

@@ -51,6 +51,7 @@ def render_chunks(
 ) -> Rendering:
     """Render a conversation and find its chunks; calls `render` two to four times."""
     shield = Shield(controls)
+    schemas = Label(TOOLS, Role.REUSE, text_digest(schema_lines(tools)))
     tools = shield.nested(tools)
     extras = [shield.extra(message.role, message.extra) for message in messages]
     bordered = [Bordered.of(message, shield) for message in messages]
@@ -70,9 +71,10 @@ def render_chunks(
         stops = None if places is None else _stops(parts, places, plain)
         if places is not None and stops is not None:
             markup = _markup(plain, places, controls)
-            stops += _tools_stop(tools, places, len(parts), plain, markup)
+            if len(parts) in places:
+                stops.append((schemas, _tools_stop(places, len(parts), plain, markup)))
             return _finished(plain, stops, markup, shield)
-    whole = Label(WHOLE_PROMPT, Role.RECOMPUTE, text_digest(plain))
+    whole = Label(WHOLE_PROMPT, Role.RECOMPUTE, text_digest(shield.lifted(plain).text))
     return _finished(plain, [(whole, len(plain))], _markup(plain, {}, controls), shield)
 
 
@@ -109,7 +111,7 @@ class _Sentinels:
 
 
 def _stops(parts: list[Bordered], places: Places, plain: str) -> Stops | None:
-    """Where chunks end, in the order of the prompt; an empty one stands where the last one ended."""
+    """Where chunks end, in prompt order; an empty one stands where the one before it ended."""
     stops: Stops = []
     last = 0
     for index, part in enumerate(parts):
@@ -134,19 +136,13 @@ def _markup(plain: str, places: Places, controls: ControlTokens) -> list[tuple[i
     return [span for span in spans if not straddles(*span)]
 
 
-def _tools_stop(
-    tools: list[Tool], places: Places, index: int, plain: str, markup: list[tuple[int, int]]
-) -> Stops:
+def _tools_stop(places: Places, index: int, plain: str, markup: list[tuple[int, int]]) -> int:
     """The tool schemas end with the line of the last one, or where other text follows on it."""
-    if index not in places:
-        return []
     last = max(places[index].values())
     others = (place for found in places.values() for place in found.values() if place > last)
     controls = (start for start, _ in markup if start >= last)
     newline = plain.find("\n", last)
-    line = [newline] if newline >= 0 else []
-    label = Label(TOOLS, Role.REUSE, text_digest(schema_lines(tools)))
-    return [(label, min((*others, *controls, *line), default=len(plain)))]
+    return min((*others, *controls, len(plain) if newline < 0 else newline))
 
 
 def _finished(plain: str, stops: Stops, markup: list[tuple[int, int]], shield: Shield) -> Rendering:

@@ -7,6 +7,7 @@ tokenizer is a real one: bytes with the ChatML control tokens, built on the spot
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ def byte_tokenizer() -> Any:
 
 @dataclass
 class FakeBackend:
-    """`reused` tokens of every prompt count as hits. `pause_s` passes before every async piece."""
+    """`reused` tokens of every prompt count as hits. `pause_s` passes before every piece."""
 
     tokenizer: Any = field(default_factory=byte_tokenizer)
     model_id: str = "fake-model"
@@ -54,12 +55,15 @@ class FakeBackend:
     finished: int = 0
     stopped: int = 0
     closed: bool = False
+    loaded_with: tuple[str, dict[str, Any]] | None = None
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         self.requests.append(request)
         whole = False
         try:
-            yield from self._pieces(request)
+            for piece in self._pieces(request):
+                time.sleep(self.pause_s)
+                yield piece
             whole = True
         finally:
             self._count(whole)

@@ -19,7 +19,7 @@ from cacheslide_agents.bench.studies.variants import FAMILIES, Variant, oracle
 from cacheslide_agents.bench.summary import summarise
 from cacheslide_agents.bench.workloads import load_turns
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.policies import Policy, Recompute
+from cacheslide_agents.policies import Policy, Prefix, Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
 TASKS = ("reflexion", "memgpt", "swe_agent")
@@ -66,7 +66,8 @@ def run(
         turns = load_turns(task, data, limits, limit=limit, seed=seed)
         for number, turn in enumerate(turns):
             chosen = [one for name in families if name in FAMILIES for one in FAMILIES[name]()]
-            populated = bench.populate(turn, _policies(chosen))
+            stored = {ORACLE: Prefix()} if ORACLE in families else {}
+            populated = bench.populate(turn, _policies(chosen) | stored)
             if ORACLE in families:
                 chosen += oracle(backend, populated)
             rows += bench.measure(populated, _policies(chosen), rotate=number)

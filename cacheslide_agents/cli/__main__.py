@@ -1,0 +1,5 @@
+"""`python -m cacheslide_agents.cli` is `cacheslide`."""
+
+from cacheslide_agents.cli import main
+
+main()
