@@ -147,7 +147,10 @@ class Scores:
 
 @runtime_checkable
 class Backend(Protocol):
-    """A model that answers token prompts and remembers their keys and values."""
+    """A model that answers token prompts and remembers their keys and values.
+
+    `generate` and `agenerate` return generators; closing one stops its request.
+    """
 
     @property
     def tokenizer(self) -> Any: ...

@@ -22,8 +22,12 @@ def run(tiny_model: str) -> Any:
     return run
 
 
+# Random weights are no smooth function of their context: only what must be exact is judged here.
+LENIENT = ("--max-kl", "100")
+
+
 def test_check_holds(run: Any) -> None:
-    result = run("check", "--json")
+    result = run("check", "--json", *LENIENT)
     assert result.exit_code == 0, result.output
     same, again, moved = json.loads(result.stdout)["findings"]
     assert same["reused_tokens"] == same["prompt_tokens"] - 1
@@ -42,9 +46,11 @@ def test_check_fails_when_reused_keys_stand_a_few_places_off(
         return honest(self, keys, cos.roll(5, dims=-2), sin.roll(5, dims=-2), **options)
 
     monkeypatch.setattr(Rotary, "rotate", off)
-    result = run("check")
+    result = run("check", *LENIENT)
     assert result.exit_code == 1
-    assert "KL to dense is" in result.stdout
+    same, again, _ = result.stdout.splitlines()
+    assert same.startswith("FAIL unchanged prompt equals dense: KL to dense is")
+    assert again.startswith("FAIL moved prompt, all recomputed, equals dense: KL to dense is")
 
 
 def test_demo_reuses_from_the_second_trial_on(run: Any) -> None:
@@ -57,15 +63,16 @@ def test_demo_reuses_from_the_second_trial_on(run: Any) -> None:
     assert receipts[1]["compute_fraction"] < 0.25
 
 
-def test_inspect_counts_the_tokens_that_would_be_sent(run: Any, smollm2_tokenizer: Any) -> None:
-    values = {"text": "The sky is blue."}
+def test_inspect_counts_the_tokens_that_would_be_sent(
+    run: Any, smollm2_tokenizer: Any, tmp_path: Path
+) -> None:
     source = '{% message "user" %}{% reuse "text" %}{{ text }}{% endreuse %}{% endmessage %}'
-    with CliRunner().isolated_filesystem():
-        Path("t.jinja").write_text(source, encoding="utf-8")
-        Path("v.json").write_text(json.dumps(values), encoding="utf-8")
-        found = json.loads(run("inspect", "t.jinja", "--values", "v.json", "--json").stdout)
+    template, values = tmp_path / "t.jinja", tmp_path / "v.json"
+    template.write_text(source, encoding="utf-8")
+    values.write_text('{"text": "The sky is blue."}', encoding="utf-8")
+    found = json.loads(run("inspect", str(template), "--values", str(values), "--json").stdout)
     expected = smollm2_tokenizer.apply_chat_template(
-        [{"role": "user", "content": values["text"]}],
+        [{"role": "user", "content": "The sky is blue."}],
         add_generation_prompt=True,
         return_dict=False,
     )

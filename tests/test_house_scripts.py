@@ -24,6 +24,7 @@ case "$1 ${2:-}" in
     sleep "${PIP_SECONDS:-0}"
     exit "${PIP_STATUS:-0}"
 fi ;;
+"-m ${BROKEN:-}") exit 1 ;;
 esac
 """
 
@@ -164,3 +165,11 @@ def test_without_arguments_every_check_runs_and_pytest_comes_last(checkout: Chec
     ]
     assert checks[-1] == "-m pytest"
     assert checkout.asked("importlinter")
+
+
+@pytest.mark.parametrize("broken", ["ruff", "mypy", "pytest"])
+def test_one_broken_check_fails_the_run_but_stops_no_other(checkout: Checkout, broken: str) -> None:
+    done = checkout.run("test", env={"BROKEN": broken})
+    assert done.returncode == 1
+    assert checkout.asked("importlinter")
+    assert checkout.asked("-m pytest")

@@ -274,7 +274,8 @@ def test_reflexion_without_reflections_changes_only_that_chunk() -> None:
     without = template.render(**{**VALUES["reflexion"], "reflections": []})
     pairs = zip(with_one.chunks(), without.chunks(), strict=True)
     assert [a.id for a, b in pairs if a.text != b.text] == ["reflections"]
-    assert next(c.text for c in without.chunks() if c.id == "reflections") == ""
+    said = next(chunk.text for chunk in without.chunks() if chunk.id == "reflections")
+    assert said == "This is your first attempt at the question.\n\n"
 
 
 def test_swe_agent_elides_old_observations_and_keeps_roles_in_turn() -> None:

@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 
-from cacheslide_agents.bench.workloads import Limits, Turn, load_turns
-from cacheslide_agents.chunks import Alignment, ChunkedPrompt
+from cacheslide_agents.bench.workloads import TASKS, Limits, Turn, load_turns
+from cacheslide_agents.chunks import Alignment, ChunkedPrompt, EncodedPrompt
 from cacheslide_agents.prompt.align import align
 from cacheslide_agents.prompt.chat import ChatEncoder
 
 ROWS = 6
 Load = Callable[[str], list[Turn]]
 Ids = Callable[[ChunkedPrompt], tuple[int, ...]]
+Encode = Callable[[ChunkedPrompt], EncodedPrompt]
 
 
 @pytest.fixture(scope="module")
-def ids(smollm2_tokenizer: Any) -> Ids:
-    encoder = ChatEncoder(smollm2_tokenizer)
-    return lambda prompt: encoder.encode(prompt).ids
+def encode(smollm2_tokenizer: Any) -> Encode:
+    return ChatEncoder(smollm2_tokenizer).encode
+
+
+@pytest.fixture(scope="module")
+def ids(encode: Encode) -> Ids:
+    return lambda prompt: encode(prompt).ids
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +81,19 @@ def test_append_keeps_every_token_of_the_previous_prompt(load: Load, ids: Ids) -
     for turn in load("append"):
         found = aligned(turn, ids)
         assert found.prefix == found.cached_length < found.length
+
+
+def chunk_tokens(encoded: EncodedPrompt) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {s.id: (s.digest, encoded.ids[s.start : s.stop]) for s in encoded.spans}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_chunk_whose_text_is_the_same_keeps_its_tokens(
+    task: str, load: Load, encode: Encode
+) -> None:
+    """So caches of chunks computed alone can hit wherever they may."""
+    for turn in load(task):
+        old, new = chunk_tokens(encode(turn.populate)), chunk_tokens(encode(turn.measure))
+        same = [name for name in old.keys() & new.keys() if old[name][0] == new[name][0]]
+        assert len(same) >= 3
+        assert [name for name in same if old[name] != new[name]] == []

@@ -43,6 +43,8 @@ def align(
     token; the heaviest chain of them that keeps its order on both sides stays; and so on in the
     gaps that it leaves. Text moved to another place is therefore an edit unless it outweighs what
     it crosses. Spans are hints: a wrong one costs time, never a token.
+
+    Raises `RequestError` for ids that are no flat sequence of integers and for `min_run` below 1.
     """
     new, old = _tokens(ids, "ids"), _tokens(cached_ids, "cached_ids")
     _check_min_run(min_run)
@@ -50,6 +52,7 @@ def align(
     gap = Edit(head, len(new) - tail, head, len(old) - tail)
     found = GapSearch(new, old, gap, _chunk_pairs(spans, cached_spans), min_run).runs()
     runs = [Run(0, 0, head), *found, Run(gap.stop, gap.cached_stop, tail)]
+    runs = [run for run in runs if run.length]
     return Alignment(len(new), len(old), _joined(new, old, runs))
 
 
@@ -101,7 +104,7 @@ def _head_and_tail(new: Ints, old: Ints, min_run: int) -> tuple[int, int]:
     A tail shorter than `min_run` counts as none, lest it take tokens from a run that is kept.
     """
     head = _common_head(new, old)
-    tail = _common_head(new[head:][::-1], old[head:][::-1])
+    tail = _common_tail(new[head:], old[head:])
     return head, tail if tail >= min_run else 0
 
 
@@ -110,6 +113,10 @@ def _common_head(left: Ints, right: Ints) -> int:
     differs = left[:length] != right[:length]
     first = int(differs.argmax()) if length else 0
     return first if differs[first:].any() else length
+
+
+def _common_tail(left: Ints, right: Ints) -> int:
+    return _common_head(left[::-1], right[::-1])
 
 
 def _chunk_pairs(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Pairs:
@@ -127,20 +134,25 @@ def _chunk_pairs(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Pairs:
 
 
 def _joined(new: Ints, old: Ints, runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs that hold tokens, without those whose tokens the run before can take over: it then
-    reads on where it was, and a seam is saved.
+    """`runs` without those whose tokens the run before can take over: it then reads on where it
+    was, a seam is saved, and the run after may begin earlier.
     """
     joined: list[Run] = []
-    ends = [*runs, Run(len(new), len(old), 0)]
-    for run, after in pairwise(ends):
-        last = joined[-1] if joined else None
-        if last and (last.stop == run.start or last.cached_stop == run.cached_start):
+    last, room = Run(0, 0, 0), False
+    for run, after in pairwise([*runs, Run(len(new), len(old), 0)]):
+        if joined and (last.stop == run.start or last.cached_stop == run.cached_start):
             more = _common_head(
                 new[last.stop : after.start], old[last.cached_stop : after.cached_start]
             )
             if more >= run.length:
-                joined[-1] = Run(last.start, last.cached_start, last.length + more)
+                joined[-1] = last = Run(last.start, last.cached_start, last.length + more)
+                room = True
                 continue
-        if run.length:
-            joined.append(run)
+        if room:
+            less = _common_tail(
+                new[last.stop : run.start], old[last.cached_stop : run.cached_start]
+            )
+            run = Run(run.start - less, run.cached_start - less, run.length + less)
+        joined.append(run)
+        last, room = run, False
     return tuple(joined)

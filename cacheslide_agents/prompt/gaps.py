@@ -25,7 +25,7 @@ _RUNS, _TOKENS_PER_RUN = 64, 128
 """Runs weighed against each other in one gap: so many, and one more per so many tokens."""
 _GAP_WORK, _RUN_WORK = 2000, 30
 """What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""
-_WORK, _WORK_PER_TOKEN = 7000, 1.5
+_WORK, _WORK_PER_TOKEN = 6000, 1.5
 """Work allowed in one search, and per token of both sides."""
 
 
@@ -68,10 +68,9 @@ class GapSearch:
 
     def _grams_in(self, gap: Edit) -> tuple[slice, slice]:
         """The grams that lie wholly in the gap, on either side."""
-        beyond = self._min_run - 1
-        return slice(gap.start, gap.stop - beyond), slice(
-            gap.cached_start, gap.cached_stop - beyond
-        )
+        here = slice(gap.start, gap.stop - self._min_run + 1)
+        there = slice(gap.cached_start, gap.cached_stop - self._min_run + 1)
+        return here, there
 
     def _candidates(self, gap: Edit) -> Ints:
         """Runs of the gap, rows (start, cached_start, length), not in order."""

@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)
-_STEP = np.uint64(0xD6E8FEB86659FD93)
+_BASE = 0xD6E8FEB86659FD93
 
 
 def gram_hashes(ids: Ints, width: int) -> Hashes:
@@ -28,12 +28,15 @@ def gram_hashes(ids: Ints, width: int) -> Hashes:
 
 
 def widen_grams(hashes: Hashes, width: int, wider: int) -> Hashes:
-    """Hashes of `wider` tokens from hashes of `width` tokens, in log2(wider / width) passes."""
+    """Hashes of `wider` tokens from hashes of `width` tokens, in log2(wider / width) passes.
+
+    The factor differs from pass to pass, else tokens could change places unnoticed.
+    """
     while width < wider:
         step = min(width, wider - width)
         if len(hashes) <= step:
             return hashes[:0]
-        longer = hashes[:-step] * _STEP
+        longer = hashes[:-step] * np.uint64(pow(_BASE, width, 1 << 64))
         longer += hashes[step:]
         hashes = longer
         width += step

@@ -33,7 +33,9 @@ class Votes:
         """Grams of `width` tokens vote. Where these repeat, the narrowest grams that tell places
         apart vote too, and more strongly; so do the `known` pairs.
         """
-        pairs = [(pair_grams(grams, cached_grams), 1), (known, _STRONG)]
+        pairs = [(pair_grams(grams, cached_grams), 1)]
+        if len(known[0]):
+            pairs.append((known, _STRONG))
         wide = telling_width(grams, width)
         if wide > width:
             wider = (widen_grams(side, width, wide) for side in (grams, cached_grams))

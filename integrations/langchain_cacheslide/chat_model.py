@@ -64,6 +64,8 @@ class ChatCacheSlide(BaseChatModel):
     top_k: int = 0
     seed: int | None = None
     stop: list[str] | None = None
+    streaming: bool = False
+    """LangChain's switch: `True` also streams to callbacks where the caller wants one answer."""
 
     namespace: str = "default"
     """Isolation key: nothing is reused across namespaces."""
@@ -109,7 +111,7 @@ class ChatCacheSlide(BaseChatModel):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "cacheslide"
-        name = self._identifying_params["model"]
+        name = kwargs.get("model", self._identifying_params["model"])
         if name is not None:
             params["ls_model_name"] = name
         return params

@@ -1,0 +1,1 @@
+"""Prompt templates of agents, as data; `PromptTemplate.named` reads them."""

@@ -68,6 +68,8 @@ def run(
             chosen = [one for name in families if name in FAMILIES for one in FAMILIES[name]()]
             stored = {ORACLE: Prefix()} if ORACLE in families else {}
             populated = bench.populate(turn, _policies(chosen) | stored)
+            if not points:
+                bench.warm_up(populated, _policies([]))
             if ORACLE in families:
                 chosen += oracle(backend, populated)
             rows += bench.measure(populated, _policies(chosen), rotate=number)
