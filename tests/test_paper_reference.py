@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,7 @@ def split(x: Tensor, heads: int) -> Tensor:
 
 
 def attention(query: Tensor, keys: Tensor, values: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-    """One row and one head at a time; keys and values of the whole prompt [n, KV_HEADS, HEAD_DIM]."""
+    """One row and one head at a time; keys and values [n, KV_HEADS, HEAD_DIM]."""
     turned_query = rope(query, rows)
     turned_keys = rope(keys, np.arange(len(keys)))
     output = torch.zeros_like(query)
@@ -206,7 +206,7 @@ def in_float64(model: LlamaForCausalLM) -> LlamaForCausalLM:
                 wide = nn.RMSNorm(HIDDEN, eps=CONFIG.rms_norm_eps)
                 wide.load_state_dict(child.state_dict())
                 setattr(parent, name, wide)
-    return model.double().eval()
+    return cast(LlamaForCausalLM, model.double().train(False))
 
 
 @pytest.mark.parametrize(
@@ -218,8 +218,8 @@ def test_the_paper_policy_equals_algorithm_2_written_straight(
 ) -> None:
     register_attention()
     torch.manual_seed(3)
-    model = LlamaForCausalLM._from_config(CONFIG, attn_implementation=ATTENTION_NAME)
-    model = in_float64(model)
+    factory: Any = LlamaForCausalLM
+    model = in_float64(factory._from_config(CONFIG, attn_implementation=ATTENTION_NAME))
     weights = Weights({name: tensor.detach() for name, tensor in model.state_dict().items()})
     runtime = Runtime(
         DecoderStack(model),

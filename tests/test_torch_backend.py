@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cacheslide_agents.backend import Backend, GenerationRequest, Sampling, load_backend
+from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling, load_backend
 from cacheslide_agents.errors import BackendError, ContextOverflowError, RequestError
 from cacheslide_agents.policies import CacheSlide, Recompute
 from torch_cacheslide import TorchBackend
@@ -68,6 +68,12 @@ def ask(backend: TorchBackend, ids: list[int], **sampling: Any) -> tuple[list[in
     return [token for chunk in chunks for token in chunk.token_ids], chunks[-1]
 
 
+def receipt_of(backend: TorchBackend, request: GenerationRequest) -> Receipt:
+    receipt = list(backend.generate(request))[-1].receipt
+    assert receipt is not None
+    return receipt
+
+
 PROMPTS = [
     f"{opening} {topic}"
     for opening in ("The history of", "My favourite thing about", "Write one line on", "2 + 2 and")
@@ -97,7 +103,7 @@ def _reference(backend: TorchBackend) -> Any:
     """transformers with its own attention, from the same converted files."""
     if backend.model_id not in _LOADED:
         model = AutoModelForCausalLM.from_pretrained(backend.path, attn_implementation="sdpa")
-        _LOADED[backend.model_id] = model.eval()
+        _LOADED[backend.model_id] = model.train(False)
     return _LOADED[backend.model_id]
 
 
@@ -120,7 +126,7 @@ def test_streamed_text_is_the_decoded_answer(tiny: TorchBackend) -> None:
 def test_scores_are_the_log_probabilities_of_a_dense_run(tiny: TorchBackend) -> None:
     ids, more = prompt_ids(1, 40, 300), prompt_ids(2, 6, 300)
     scores = tiny.score(GenerationRequest(ids), more)
-    model = AutoModelForCausalLM.from_pretrained(tiny.path).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny.path).train(False)
     with torch.inference_mode():
         logits = model(torch.tensor([ids + more])).logits[0, len(ids) - 1 : -1]
     np.testing.assert_allclose(scores.logprobs, logits.log_softmax(-1).numpy(), atol=1e-4)
@@ -187,7 +193,7 @@ def test_namespaces_and_tasks_never_share_a_context(tiny: TorchBackend) -> None:
     first = GenerationRequest(ids, namespace="a", task="t", sampling=Sampling(1))
     list(tiny.generate(first))
     outcomes = [
-        list(tiny.generate(replace(first, namespace=namespace, task=task)))[-1].receipt.outcome
+        receipt_of(tiny, replace(first, namespace=namespace, task=task)).outcome
         for namespace, task in (("b", "t"), ("a", "u"), ("a", "t"))
     ]
     assert outcomes == ["cold", "cold", "hit"]
@@ -195,14 +201,14 @@ def test_namespaces_and_tasks_never_share_a_context(tiny: TorchBackend) -> None:
 
 def test_a_request_that_is_not_retained_leaves_nothing_behind(tiny: TorchBackend) -> None:
     request = GenerationRequest(prompt_ids(1, 60, 300), sampling=Sampling(1), retain=False)
-    outcomes = [list(tiny.generate(request))[-1].receipt.outcome for _ in range(2)]
+    outcomes = [receipt_of(tiny, request).outcome for _ in range(2)]
     assert outcomes == ["cold", "cold"]
 
 
 def test_warming_makes_the_next_turn_a_hit(tiny: TorchBackend) -> None:
     request = GenerationRequest(prompt_ids(1, 60, 300), sampling=Sampling(1))
     tiny.warm(request)
-    assert list(tiny.generate(request))[-1].receipt.active_tokens == 1
+    assert receipt_of(tiny, request).active_tokens == 1
 
 
 def test_eight_threads_get_their_own_answers(tiny: TorchBackend) -> None:

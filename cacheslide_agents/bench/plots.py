@@ -22,18 +22,22 @@ def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
     if not points:
         raise DataError("a frontier plot needs a study with 'points'; this file has none")
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
         raise DataError("plots need matplotlib; pip install 'cacheslide-agents[bench]'") from error
     by_task = _grouped(points, "task")
-    figure = Figure(figsize=(6 * len(by_task), 5), layout="constrained")
+    labels = list(_lines(points))
+    figure = Figure(figsize=(6 * len(by_task), 7), layout="constrained")
     panels = figure.subplots(1, len(by_task), squeeze=False)[0]
+    drawn = {}
     for panel, (task, here) in zip(panels, by_task.items(), strict=True):
         for label, line in _lines(here).items():
-            line = sorted(line)
-            panel.plot([x for x, _ in line], [y for _, y in line], marker="o", label=label)
+            x, y = zip(*sorted(line), strict=True)
+            color = colormaps["tab20"](labels.index(label) % 20)
+            (drawn[label],) = panel.plot(x, y, marker="o", color=color)
         panel.set(title=task, xlabel="compute fraction", ylabel="mean KL to dense", yscale="log")
-        panel.legend(fontsize="x-small")
+    figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 

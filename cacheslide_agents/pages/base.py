@@ -69,9 +69,7 @@ class PageStore(Protocol):
         """In-context entries of `key`: those of `session` first, then newest first."""
         ...
 
-    def find_isolated(
-        self, key: ContextKey, ids: npt.NDArray[np.int64]
-    ) -> StoredContext | None:
+    def find_isolated(self, key: ContextKey, ids: npt.NDArray[np.int64]) -> StoredContext | None:
         """The entry of a chunk computed alone with exactly these tokens."""
         ...
 

@@ -19,10 +19,12 @@ from cacheslide_agents.prompt.votes import Pairs, Votes, largest
 
 Ints = npt.NDArray[np.int64]
 
-_SHIFTS = 32
-"""Shifts tried in one gap, those with most votes."""
-_RUNS, _TOKENS_PER_RUN = 64, 128
-"""Runs weighed against each other in one gap: so many, and one more per so many tokens."""
+_SHIFTS, _TOKENS_PER_SHIFT = 24, 256
+"""Shifts tried in one gap, those with most votes: so many, and one more per so many tokens."""
+_RUNS, _TOKENS_PER_RUN = 64, 96
+"""Runs weighed against each other in one gap, those with most votes: as with shifts."""
+_COUNTED = 8
+"""For each of these runs, how many of the longest have their votes counted."""
 _GAP_WORK, _RUN_WORK = 2000, 30
 """What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""
 _WORK, _WORK_PER_TOKEN = 6000, 1.5
@@ -81,9 +83,11 @@ class GapSearch:
         self._paired[here][votes.paired] = True
         new = self._new[gap.start : gap.stop]
         old = self._old[gap.cached_start : gap.cached_stop]
-        runs = equal_runs(new, old, votes.shifts(_SHIFTS), self._min_run)
+        shifts = votes.shifts(_SHIFTS + len(new) // _TOKENS_PER_SHIFT)
+        runs = equal_runs(new, old, shifts, self._min_run)
         most = _RUNS + len(new) // _TOKENS_PER_RUN
         if len(runs) > most:
+            runs = largest(runs, runs[:, 2], _COUNTED * most)
             runs = largest(runs, votes.on(runs), most)
         runs += np.array((gap.start, gap.cached_start, 0))
         return runs
