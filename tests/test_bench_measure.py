@@ -168,7 +168,7 @@ def test_without_answers_only_the_dense_run_generates_more_than_one_token(
         for kind, request in backend.calls
         if kind == "generate" and request.policy is not None
     }
-    assert asked == {**dict.fromkeys(NAMES, 1), "recompute": 3}
+    assert asked == {"recompute": 3}
     assert all((row.answer, row.f1, row.em) == (None, None, None) for row in rows.values())
 
 
@@ -195,3 +195,14 @@ def test_an_answer_without_a_token_ends_the_run(backend: ScriptedBackend) -> Non
     backend.generate = lambda request: iter(())  # type: ignore[method-assign]
     with pytest.raises(BackendError, match="ended without token or receipt"):
         measured(backend)
+
+
+def test_without_answers_a_policy_is_timed_by_its_scoring_and_the_dense_run_goes_first(
+    scripted: ModuleType, backend: ScriptedBackend
+) -> None:
+    rows = measured(backend, rotate=2, answer_tokens=0)
+    assert backend.asked("generate") == ["recompute"]
+    order = ["epic", "cacheslide", "cacheslide_paper", "prefix", "recompute"]
+    assert backend.asked("score") == order
+    assert rows["cacheslide"].ttft_s == 1.0 + scripted.ENCODE_SECONDS
+    assert rows["epic"].kl == pytest.approx(0.5 * np.log(2) + 0.5 * np.log(2 / 3), rel=1e-6)

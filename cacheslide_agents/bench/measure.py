@@ -97,23 +97,34 @@ class Bench:
     def measure(self, populated: Populated, policies: Policies, rotate: int = 0) -> list[Row]:
         """One row per policy, in the given order; they run interleaved, rotated by `rotate`.
 
-        First all answers are timed, then the dense run's tokens are scored under every policy.
+        With answers, all are timed first and scored afterwards. Without, the dense run answers
+        first, for its tokens, and every other policy is timed by its scoring: one prefill gives
+        both the time and the distributions.
         """
         labels = list(policies)
         first = rotate % len(labels)
+        order = labels[first:] + labels[:first]
+        if not self.answer_tokens:
+            order.sort(key=lambda label: label != REFERENCE)
         timed: dict[str, list[Timed]] = {label: [] for label in labels}
+        scores: dict[str, Scores] = {}
         for repeat in range(self.repeats):
-            for label in labels[first:] + labels[:first]:
-                tokens = 1 if repeat else self._new_tokens(label)
-                timed[label].append(self.time(populated, policies[label], tokens))
+            for label in order:
+                if label == REFERENCE or self.answer_tokens:
+                    tokens = 1 if repeat else self._new_tokens(label)
+                    timed[label].append(self.time(populated, policies[label], tokens))
+                else:
+                    forced = timed[REFERENCE][0].token_ids[: self.kl_tokens]
+                    one, scores[label] = self._time_score(populated, policies[label], forced)
+                    timed[label].append(one)
         continuation = timed[REFERENCE][0].token_ids[: self.kl_tokens]
-        dense = self._score(populated, policies[REFERENCE], continuation)
-        rows = []
-        for label, policy in policies.items():
-            same = label == REFERENCE
-            scores = dense if same else self._score(populated, policy, continuation)
-            rows.append(self._row(populated, label, policy, timed[label], dense, scores))
-        return rows
+        for label in labels:
+            if label not in scores:
+                scores[label] = self._score(populated, policies[label], continuation)
+        return [
+            self._row(populated, label, policy, timed[label], scores[REFERENCE], scores[label])
+            for label, policy in policies.items()
+        ]
 
     def time(self, populated: Populated, policy: Policy, max_tokens: int) -> Timed:
         """Tokenise, plan and answer turn t greedily; nothing of it becomes a cached context."""
@@ -138,6 +149,18 @@ class Bench:
     def _new_tokens(self, label: str) -> int:
         """The dense run must also give the tokens to score."""
         return max(self.answer_tokens, self.kl_tokens if label == REFERENCE else 1)
+
+    def _time_score(
+        self, populated: Populated, policy: Policy, continuation: Sequence[int]
+    ) -> tuple[Timed, Scores]:
+        """Tokenise, plan and score; the backend's receipt says when the first token was there."""
+        written = self._bytes_written()
+        begin = perf_counter()
+        prompt = self.encode(populated.turn.measure)
+        encoded = perf_counter() - begin
+        scores = self.backend.score(_request(prompt, populated.namespace, policy), continuation)
+        seconds, bytes_written = encoded + scores.receipt.ttft_s, self._bytes_written() - written
+        return Timed(seconds, tuple(continuation), "", scores.receipt, bytes_written), scores
 
     def _score(self, populated: Populated, policy: Policy, continuation: Sequence[int]) -> Scores:
         request = _request(populated.prompt, populated.namespace, policy)

@@ -19,11 +19,11 @@ from cacheslide_agents.prompt.votes import Pairs, Votes, largest
 
 Ints = npt.NDArray[np.int64]
 
-_SHIFTS, _TOKENS_PER_SHIFT = 24, 256
+_SHIFTS, _TOKENS_PER_SHIFT = 24, 512
 """Shifts tried in one gap, those with most votes: so many, and one more per so many tokens."""
 _RUNS, _TOKENS_PER_RUN = 64, 96
 """Runs weighed against each other in one gap, those with most votes: as with shifts."""
-_COUNTED = 8
+_COUNTED = 4
 """For each of these runs, how many of the longest have their votes counted."""
 _GAP_WORK, _RUN_WORK = 2000, 30
 """What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""

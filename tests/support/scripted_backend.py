@@ -113,6 +113,7 @@ class ScriptedBackend:
             active_tokens=total - reused,
             compute_fraction=(total - reused) / total,
             exact=not reused,
+            ttft_s=self._script(request).seconds,
             peak_kv_bytes=4096,
         )
 
