@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from random import Random
 from types import ModuleType
 from typing import Any
@@ -43,15 +44,12 @@ def edited(pool: list[Line], order: list[int], edits: Edits) -> tuple[Line, Line
     after, put_in = list(lines), 0
     for number, (operation, place, kind) in enumerate(edits):
         place %= len(after) + 1
-        line = (
-            list(range(10**6 + 12 * number, 10**6 + 12 * number + 12))
-            if kind >= 4
-            else pool[kind % len(pool)]
-        )
+        novel = [10**6 + 12 * number + offset for offset in range(12)]
+        line = novel if kind >= 4 else pool[kind % len(pool)]
         added = [] if operation == "delete" else [line]
         after[place : place + (operation != "insert")] = added
         put_in += sum(map(len, added))
-    return sum(lines, []), sum(after, []), put_in
+    return [*chain(*lines)], [*chain(*after)], put_in
 
 
 @settings(max_examples=150, deadline=None)

@@ -34,6 +34,9 @@ def bench(
     limit: Annotated[int | None, typer.Option(min=1, help="Turns at most.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses the turns.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1)] = 4096,
+    answers: Annotated[
+        bool, typer.Option(help="Also answer under every policy, for F1 and EM.")
+    ] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Timed answers per policy.")] = 1,
     resume: Annotated[bool, typer.Option("--resume", help="Keep complete turns of --out.")] = False,
     out: options.Out = None,
@@ -60,7 +63,12 @@ def bench(
             _study(study, common, as_json=as_json)
             return
         assert task is not None
-        own = {"backend_name": backend, "repeats": repeats, "resume": resume}
+        own = {
+            "backend_name": backend,
+            "repeats": repeats,
+            "resume": resume,
+            "answers": answers,
+        }
         if policies is not None:
             own["policies"] = policies.split(",")
         _task(task, {**common, **own}, as_json=as_json)

@@ -27,7 +27,7 @@ _COUNTED = 4
 """For each of these runs, how many of the longest have their votes counted."""
 _GAP_WORK, _RUN_WORK = 2000, 30
 """What a gap, and a run weighed in it, cost besides the gap's tokens: in tokens, by the clock."""
-_WORK, _WORK_PER_TOKEN = 6000, 1.5
+_WORK, _WORK_PER_TOKEN = 6000, 1.25
 """Work allowed in one search, and per token of both sides."""
 
 
