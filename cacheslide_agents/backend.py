@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
+from inspect import signature
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 from uuid import uuid4
 
@@ -38,15 +40,34 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = {
-            "max_tokens": (self.max_tokens >= 1, "at least 1"),
-            "temperature": (0.0 <= self.temperature < float("inf"), "finite and at least 0"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "at least 0 (0 means no limit)"),
-            "stop": (all(self.stop), "made of non-empty strings"),
+            "max_tokens": (_whole(self.max_tokens, 1), "at least 1, and whole"),
+            "temperature": (
+                isinstance(self.temperature, Real) and 0.0 <= self.temperature < float("inf"),
+                "finite and at least 0",
+            ),
+            "top_p": (
+                isinstance(self.top_p, Real) and 0.0 < self.top_p <= 1.0,
+                "above 0 and at most 1",
+            ),
+            "top_k": (_whole(self.top_k, 0), "at least 0 (0 means no limit), and whole"),
+            "seed": (self.seed is None or isinstance(self.seed, Integral), "whole, or None"),
+            "stop": (_all(self.stop, str) and all(self.stop), "made of non-empty strings"),
+            "stop_token_ids": (_all(self.stop_token_ids, Integral), "made of token ids"),
         }
         for name, (holds, rule) in checks.items():
             if not holds:
                 raise RequestError(f"{name}={getattr(self, name)!r} must be {rule}")
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and int(value) >= least
+
+
+def _all(values: object, kind: type) -> bool:
+    """A string is no collection of strings here: its letters would each be one."""
+    return isinstance(values, tuple | list | set | frozenset) and all(
+        isinstance(value, kind) for value in values
+    )
 
 
 class PolicyLike(Protocol):
@@ -76,6 +97,13 @@ class GenerationRequest:
     retain: bool = True
     request_id: str = field(default_factory=lambda: uuid4().hex)
 
+    def __post_init__(self) -> None:
+        """`RequestError` for an isolation key that is no string: `None` would be one, too."""
+        for name, optional in (("namespace", False), ("task", False), ("session", True)):
+            value = getattr(self, name)
+            if not isinstance(value, str) and not (optional and value is None):
+                raise RequestError(f"{name}={value!r} must be a string")
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkOutcome:
@@ -96,6 +124,8 @@ class Receipt:
     """What happened to one request. Times in seconds; token counts at the last layer.
 
     `compute_fraction` = active tokens summed over layers / (prompt tokens x layers).
+    `peak_kv_bytes`: the backend's working slots, as large as its largest request made them, and
+    what this request's prefill keeps for the store; not what lies in the store.
     """
 
     request_id: str
@@ -172,7 +202,10 @@ class Backend(Protocol):
 
 
 def load_backend(name: str, **options: Any) -> Backend:
-    """The backend registered as `name` (entry point group `cacheslide_agents.backends`)."""
+    """The backend registered as `name` (entry point group `cacheslide_agents.backends`).
+
+    Raises `BackendError` when there is none, a package is missing, or it takes no such option.
+    """
     found = {entry.name: entry for entry in entry_points(group="cacheslide_agents.backends")}
     if name not in found:
         known = ", ".join(sorted(found)) or "none"
@@ -184,4 +217,8 @@ def load_backend(name: str, **options: Any) -> Backend:
             f"backend {name!r} needs a package that is not installed ({error}); "
             f"pip install 'cacheslide-agents[{name}]'"
         ) from error
+    try:
+        signature(factory).bind(**options)
+    except TypeError as error:
+        raise BackendError(f"backend {name!r} cannot be made with these options: {error}") from None
     return cast(Backend, factory(**options))

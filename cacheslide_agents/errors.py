@@ -43,14 +43,16 @@ class TokenizerError(PromptError):
 
 
 class ContextOverflowError(PromptError):
-    """The prompt (plus at least one new token) is longer than the model's window."""
+    """The prompt, plus the new tokens it needs room for, is longer than the model's window."""
 
-    def __init__(self, prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(self, prompt_tokens: int, max_model_len: int, new_tokens: int = 1) -> None:
         self.prompt_tokens = prompt_tokens
         self.max_model_len = max_model_len
+        self.new_tokens = new_tokens
         super().__init__(
             f"the prompt has {prompt_tokens} tokens but the model's window is {max_model_len} "
-            "and needs room for at least one new token; shorten the prompt"
+            f"and needs room for {new_tokens} new one{'s' if new_tokens > 1 else ''}; "
+            "shorten the prompt"
         )
 
 

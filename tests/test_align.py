@@ -116,6 +116,19 @@ def test_a_repeated_cue_is_read_where_it_stood_rather_than_at_the_new_end() -> N
     assert align(new, old).runs == (Run(5, 9, 120),)
 
 
+def test_a_run_takes_the_room_that_a_joined_run_before_it_leaves(reference: Any) -> None:
+    new = [0, 3, 2, 0, 0, 1, *[1, 3, 0, 3, 2, 0, 1, 1, 2, 0] * 3]
+    old = [1, 0, 1, 1, 3, 0, 0, 3, 2]
+    reference.check_alignment(new, old, align(new, old, min_run=1), min_run=1)
+
+
+def test_more_shifts_than_are_tried_at_once_are_found_gap_by_gap() -> None:
+    paragraphs = [fresh(250, number) for number in range(60)]
+    new = joined(*(fresh(3, 100 + number) + text for number, text in enumerate(paragraphs)))
+    expected = tuple(Run(253 * number + 3, 250 * number, 250) for number in range(60))
+    assert align(new, joined(*paragraphs)).runs == expected
+
+
 def test_equal_tokens_in_a_row_match_up_to_the_shorter_side() -> None:
     assert align([7] * 500, [7] * 300).runs == (Run(0, 0, 300),)
     found = align(joined([7] * 200, fresh(4), [7] * 200), [7] * 400)

@@ -191,3 +191,8 @@ def test_known_pairs_outvote_grams_that_repeat() -> None:
 def test_the_largest_rows_are_those_of_largest_size(most: int, expected: list[int]) -> None:
     rows, sizes = ints([10, 20, 30, 40]), ints([1, 5, 2, 9])
     assert sorted(largest(rows, sizes, most).tolist()) == expected
+
+
+def test_of_equally_heavy_chains_a_later_one_with_fewer_runs_wins_too() -> None:
+    runs = ints([(0, 30, 10), (12, 45, 10), (15, 0, 20)])
+    assert best_chain(runs, 4).tolist() == [[15, 0, 20]]

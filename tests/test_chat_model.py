@@ -183,7 +183,7 @@ def test_without_reuse_the_backend_is_told_to_recompute(
     assert backend.requests[0].policy is not None
     assert backend.requests[0].policy.name == "recompute"
     assert usage is not None
-    assert usage["input_token_details"]["cache_read"] == 0
+    assert usage["input_token_details"] == {"cache_read": 0, "cache_creation": 0}
 
 
 def test_policy_may_be_a_name_an_instance_or_left_to_the_backend(backend: FakeBackend) -> None:

@@ -75,8 +75,11 @@ def test_closed_loader_closes_its_backends_and_loads_anew(
 ) -> None:
     loader = BackendLoader()
     first: Any = loader.get("torch", "m", {})
+    encoder = loader.encoder(first.tokenizer)
+    assert loader.encoder(first.tokenizer) is encoder
     loader.close()
     assert first.closed
+    assert loader.encoder(first.tokenizer) is not encoder, "a closed model's tokenizer is let go"
     assert loader.get("torch", "m", {}) is not first
 
 

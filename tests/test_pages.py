@@ -102,6 +102,8 @@ def test_residuals_are_stored_counted_and_optional() -> None:
     assert store.residual(context, 0) is None
     assert store.residual(context_of(1, 2, 3), 3) is None
     assert store.metrics()["memory_bytes"] == 3 * TOKEN_BYTES + 3 * 8 * 4
+    longer = context_of(1, 2, 3, 4)
+    assert store.put(longer, layers_of(longer), {3: checkpoint}), "the last token was generated"
 
 
 def test_stored_tensors_carry_no_gradient() -> None:
@@ -252,7 +254,7 @@ def test_clear_forgets_every_context() -> None:
     [
         ([(torch.zeros(3, 2, 4), torch.zeros(3, 2, 4))], {}, r"keys of layer 0 are \[3, 2, 4\]"),
         ([(torch.zeros(3, 3, 4), torch.zeros(3, 4))], {}, r"values of layer 0 are \[3, 4\]"),
-        ([(torch.zeros(3, 3, 4),) * 2], {7: torch.zeros(2, 8)}, r"residuals of layer 7 are \[2, 8"),
+        ([(torch.zeros(3, 3, 4),) * 2], {7: torch.zeros(4, 8)}, r"residuals of layer 7 are \[4, 8"),
     ],
 )
 def test_tensors_that_do_not_hold_the_tokens_are_refused(

@@ -31,7 +31,14 @@ from cacheslide_agents.policies import (
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.policies.work import Work
-from cacheslide_agents.selection import Everything, Fixed, KeyDeviation, PaperFusion, SelectionView
+from cacheslide_agents.selection import (
+    CkSimGate,
+    Everything,
+    Fixed,
+    KeyDeviation,
+    PaperFusion,
+    SelectionView,
+)
 
 KEY = ContextKey("model", "tenant", "task")
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 4
@@ -300,6 +307,12 @@ class TestPrefix:
         assert runs(plan) == [(0, 0, 52)]
         assert plan.runs[0].source is exact
 
+    def test_an_exact_head_is_found_behind_a_hundred_newer_contexts(self, world: World) -> None:
+        exact = world.keep(OLD_TURN)
+        for other in range(100):
+            world.keep({"system": range(1000 + other, 1032 + other)})
+        assert world.plan(NEW_TURN, Prefix()).runs[0].source is exact
+
     def test_a_head_shorter_than_a_block_is_no_hit(self, world: World) -> None:
         world.keep({"system": range(100, 115), "memory": OLD})
         plan = world.plan({"system": range(100, 115), "memory": NEW}, Prefix())
@@ -326,6 +339,17 @@ class TestDeclining:
         world.keep(OLD_TURN)
         plan = world.plan(NEW_TURN, slide(lambda view: view.candidates))
         assert plan.outcome == "declined"
+
+    def test_what_a_declined_selection_has_probed_is_still_counted(self, world: World) -> None:
+        def look(view: SelectionView) -> Any:
+            view.new_keys(1)
+            return view.candidates
+
+        world.keep(OLD_TURN)
+        world.probe = lambda draft, rows, layer: torch.ones(len(rows), KV_HEADS, HEAD_DIM)
+        plan = world.plan(NEW_TURN, slide(look))
+        assert plan.outcome == "declined"
+        assert plan.probe_layer_tokens == len(NEW) * 2
 
     def test_an_appended_exchange_is_an_ordinary_prefix_hit_without_selection(
         self, world: World
@@ -372,6 +396,11 @@ class TestSelection:
     def test_fused_corrections_are_never_exact(self, world: World) -> None:
         world.keep(OLD_TURN)
         policy = CacheSlide(selector=Everything(), fusion=PaperFusion(), may_decline=False)
+        assert where(world.plan(NEW_TURN, policy).exact) == list(range(57))
+
+    def test_corrections_that_a_gate_may_end_are_not_exact(self, world: World) -> None:
+        world.keep(OLD_TURN)
+        policy = CacheSlide(selector=Everything(), gate=CkSimGate(), may_decline=False)
         assert where(world.plan(NEW_TURN, policy).exact) == list(range(57))
 
     def test_selectors_see_the_cached_keys_of_the_candidates(self, world: World) -> None:

@@ -26,11 +26,13 @@ from cacheslide_agents.policies import (
 )
 from cacheslide_agents.selection import (
     Affinity,
+    AfterRemoval,
     Boundary,
     CkSimGate,
     KeyDeviation,
     PaperFusion,
     Replace,
+    Tail,
     Union,
 )
 
@@ -84,9 +86,10 @@ def test_baselines_carry_their_papers_values() -> None:
     assert Recompute().selector is None
 
 
-def test_the_default_corrects_what_follows_a_change_and_what_speaks_of_it() -> None:
+def test_the_default_corrects_what_speaks_of_a_change_what_follows_it_and_the_tail() -> None:
     policy = CacheSlide()
-    assert policy.selector == Union(Affinity(), Boundary())
+    expected = Union(Affinity(0.03), Boundary(16), AfterRemoval(64), Tail(64))
+    assert policy.selector == expected
     assert policy.fusion == Replace()
     assert policy.gate is None
     assert policy.order is Order.RELATIVE

@@ -42,6 +42,7 @@ from cacheslide_agents.policies import (
     named,
 )
 from cacheslide_agents.policies.cost import CostModel
+from cacheslide_agents.policies.work import Work
 from cacheslide_agents.position.rotary import Rotary
 from cacheslide_agents.selection import Affinity, CkSimGate, Everything, KeyCosine, KeyDeviation
 from torch_cacheslide.attention import ATTENTION_NAME, register_attention
@@ -348,6 +349,38 @@ def test_a_gate_that_removes_promotes_the_next_ranked_from_their_residuals() -> 
     assert rows[2] == rows[4], "every row that converged was replaced by the next ranked"
     ungated = rig.turn(LONGER, replace(policy, gate=None))
     assert not np.array_equal(turn.prefilled.active, ungated.prefilled.active)
+    computed, _ = turn.cache.captured[-1][-1]
+    assert np.array_equal(turn.prefilled.active, computed), "a gate after the last layer is idle"
+
+
+def test_generated_tokens_are_kept_beside_residuals_of_the_prompt() -> None:
+    rig = make_rig("llama")
+    policy = CacheSlide.paper()
+    with torch.inference_mode():
+        turn = rig.turn(BEFORE, policy)
+        continuation = turn.continuation(rig.runtime)
+        continuation.append([5, 6])
+        rig.runtime.remember(turn, continuation.tokens)
+    (context,) = rig.runtime.store.find(turn.key)
+    assert len(context) == len(BEFORE) + 2
+    again = rig.turn(np.concatenate([LONGER, [5, 6]]), policy)
+    assert again.receipt.outcome == "partial"
+
+
+def test_the_time_of_a_fallback_teaches_the_cost_model_nothing() -> None:
+    class Broken:
+        def select(self, view: Any) -> Any:
+            raise IndexError("out of luck")
+
+    rig = make_rig("llama")
+    policy = CacheSlide(selector=Broken(), may_decline=False)
+    rig.populate(BEFORE, policy)
+    unit = Work(rows=1.0, pairs=1.0)
+    before = rig.runtime.cost.predict(unit)
+    assert rig.turn(LONGER, policy).receipt.outcome == "fallback"
+    assert rig.runtime.cost.predict(unit) == before
+    rig.turn(LONGER, Recompute())
+    assert rig.runtime.cost.predict(unit) != before
 
 
 def test_all_named_policies_answer_close_to_dense() -> None:

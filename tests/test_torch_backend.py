@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,8 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling, load_backend
 from cacheslide_agents.errors import BackendError, ContextOverflowError, RequestError
+from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide, Recompute
 from torch_cacheslide import TorchBackend
+from torch_cacheslide.engine import Engine, Job
 
 WINDOW = 256
 
@@ -299,6 +303,40 @@ def test_closing_while_others_wait_fails_them_and_hangs_nobody(tiny_folder: Path
     for thread in threads:
         thread.join(timeout=30)
     assert len(ended) == 4
+
+
+def test_a_job_cancelled_by_closing_ends_in_an_error_and_not_in_silence() -> None:
+    engine = Engine("test")
+    job = Job(work=lambda job: job.emit("done"), sink=lambda item: None)
+    assert engine._run(job) is None
+    job.cancelled.set()
+    assert isinstance(engine._run(job), BackendError)
+    engine.close()
+
+
+def test_closing_leaves_a_given_store_as_it_is(tiny_folder: Path) -> None:
+    store = MemoryStore(1 << 26)
+    backend = TorchBackend(str(tiny_folder), device="cpu", store=store)
+    ask(backend, prompt_ids(1, 60, 300), max_tokens=1)
+    backend.close()
+    assert store.metrics()["contexts"] == 1
+
+
+def test_a_backend_that_is_dropped_unclosed_lets_its_model_go(tiny_folder: Path) -> None:
+    backend = TorchBackend(str(tiny_folder), device="cpu")
+    ask(backend, prompt_ids(1, 60, 300), max_tokens=1)
+    alive = weakref.ref(backend)
+    del backend
+    gc.collect()
+    assert alive() is None
+
+
+def test_continuations_that_cannot_be_scored_are_refused_by_name(tiny: TorchBackend) -> None:
+    request = GenerationRequest(prompt_ids(1, 60, 300))
+    with pytest.raises(RequestError, match="continuation_ids holds 1000000"):
+        tiny.score(request, [5, 10**6])
+    with pytest.raises(ContextOverflowError, match="room for 200 new ones"):
+        tiny.score(request, [5] * 200)
 
 
 def test_a_policy_given_to_the_backend_is_the_default(tiny_folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheslide_agents.errors import UnsupportedModelError
+from cacheslide_agents.errors import ModelLoadError, UnsupportedModelError
 from cacheslide_agents.position.rotary import Rotary
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -26,7 +26,8 @@ def check_model_type(config: Mapping[str, Any], folder: Path) -> None:
         )
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown")
+        known = isinstance(quantization, Mapping)
+        method = quantization.get("quant_method", "unknown") if known else quantization
         raise UnsupportedModelError(
             f"{folder}: weights quantised with {method!r} are not handled by the torch backend; "
             "use the unquantised checkpoint, or dequantise it and save it again"
@@ -34,7 +35,10 @@ def check_model_type(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def check_layers(config: Any, folder: Path) -> None:
-    """Refuses layers that do not attend to the whole context, and rotary schemes not handled."""
+    """Refuses layers that do not attend to the whole context, and rotary schemes not handled.
+
+    Rotary parameters that are no numbers are a `ModelLoadError`.
+    """
     window = _active_window(config)
     if window is not None:
         raise UnsupportedModelError(
@@ -47,7 +51,21 @@ def check_layers(config: Any, folder: Path) -> None:
             f"{folder}: layers of type {', '.join(sorted(mixed))} are not handled by the torch "
             "backend; use a checkpoint whose layers all have full attention"
         )
-    Rotary.from_config(config)
+    _check_rotary(config, folder)
+
+
+def _check_rotary(config: Any, folder: Path) -> None:
+    """NaN angles must end here: some attention kernels turn them into plausible numbers."""
+    try:
+        finite = bool(Rotary.from_config(config).inv_freq.isfinite().all())
+        trouble = None if finite else "they give frequencies that are not finite"
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        trouble = str(error)
+    if trouble:
+        raise ModelLoadError(
+            f"{folder}: the rotary parameters of config.json cannot be used ({trouble}); fetch it "
+            "again"
+        )
 
 
 def _active_window(config: Any) -> int | None:

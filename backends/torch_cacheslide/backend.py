@@ -12,6 +12,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from cacheslide_agents.backend import (
@@ -21,7 +22,7 @@ from cacheslide_agents.backend import (
     Receipt,
     Scores,
 )
-from cacheslide_agents.errors import ContextOverflowError, RequestError
+from cacheslide_agents.errors import ContextOverflowError, ModelLoadError, RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide
@@ -38,14 +39,17 @@ from torch_cacheslide.stack import DecoderStack
 from torch_cacheslide.text import TextStream
 
 GIB = 1 << 30
+MOST_THREADS = 1024
+"""OpenMP ends the process when it cannot start as many threads as it was told to."""
 
 
 class TorchBackend:
     """Answers prompts with a transformers decoder of the Llama, Mistral, Qwen2 or Qwen3 family.
 
     `model` is a local folder, a hub id or an alias (`smollm2-135m`). `device` defaults to CUDA
-    where there is one; `dtype` to float32 on the CPU and bfloat16 on CUDA. `store_bytes` bounds the
-    page store. `threads` sets torch's intra-op threads for the whole process.
+    where there is one; `dtype` to float32 on the CPU and bfloat16 on CUDA. `store_bytes` bounds its
+    own page store; a `store` that is given stays the giver's, and `close` leaves it as it is.
+    `threads` sets torch's intra-op threads for the whole process.
     """
 
     def __init__(
@@ -60,10 +64,10 @@ class TorchBackend:
         store_bytes: int = 4 * GIB,
     ) -> None:
         if threads is not None:
-            torch.set_num_threads(threads)
+            _set_threads(threads)
         register_attention()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+        dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
         loaded = load_model(model, device=device, dtype=dtype, attn_implementation=ATTENTION_NAME)
         config = loaded.model.config
         stack = DecoderStack(loaded.model)
@@ -75,6 +79,7 @@ class TorchBackend:
         self.device = stack.device
         self.max_model_len = int(config.max_position_embeddings)
         self.store: PageStore = store if store is not None else MemoryStore(store_bytes)
+        self._owns_store = store is None
         self._vocabulary = int(config.vocab_size)
         self._eos = _eos_ids(loaded.model, loaded.tokenizer)
         self._policy: Policy = policy if policy is not None else CacheSlide()
@@ -86,7 +91,7 @@ class TorchBackend:
         self._counts_lock = Lock()
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
-        """Stream the answer. Closing the iterator cancels within one token."""
+        """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
         self._check(request)
         return self._engine.stream(lambda job: self._answer(request, job))
 
@@ -97,9 +102,7 @@ class TorchBackend:
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
-        if not continuation_ids:
-            raise RequestError("continuation_ids is empty; give at least one token to score")
-        self._check(request, room=len(continuation_ids))
+        self._check(request, room=self._check_ids("continuation_ids", continuation_ids))
         (scores,) = self._engine.stream(lambda job: self._score(request, continuation_ids, job))
         return cast(Scores, scores)
 
@@ -123,7 +126,8 @@ class TorchBackend:
 
     def close(self) -> None:
         self._engine.close()
-        self.store.clear()
+        if self._owns_store:
+            self.store.clear()
 
     def _answer(self, request: GenerationRequest, job: Job) -> None:
         queued = perf_counter()
@@ -189,19 +193,31 @@ class TorchBackend:
         return policy
 
     def _check(self, request: GenerationRequest, room: int = 1) -> None:
-        count = len(request.prompt_ids)
-        if count == 0:
-            raise RequestError("prompt_ids is empty; a prompt needs at least one token")
+        count = self._check_ids("prompt_ids", request.prompt_ids)
         if count + room > self.max_model_len:
-            raise ContextOverflowError(count, self.max_model_len)
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
-        if low < 0 or high >= self._vocabulary:
-            raise RequestError(
-                f"prompt_ids holds {low if low < 0 else high}, outside the vocabulary of "
-                f"{self._vocabulary}; is this the model's own tokenizer?"
-            )
+            raise ContextOverflowError(count, self.max_model_len, room)
         if request.grammar is not None:
             raise RequestError("grammar-constrained decoding is not built yet; leave grammar unset")
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> int:
+        """How many they are. Numbers that are not whole would be cut off without a word."""
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # rows of different lengths
+            array = np.array(None)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
+            raise RequestError(f"{name} must be one flat sequence of integer token ids")
+        if not array.size:
+            raise RequestError(f"{name} is empty; give at least one token")
+        if array.dtype.kind == "O" and not all(isinstance(each, int) for each in ids):
+            raise RequestError(f"{name} must be one flat sequence of integer token ids")
+        low, high = array.min(), array.max()
+        if low < 0 or high >= self._vocabulary:
+            raise RequestError(
+                f"{name} holds {low if low < 0 else high}, outside the vocabulary of "
+                f"{self._vocabulary}; is this the model's own tokenizer?"
+            )
+        return len(array)
 
     def _count(self, receipt: Receipt) -> None:
         with self._counts_lock:
@@ -219,4 +235,16 @@ def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id the model or its tokenizer calls the end."""
     declared = model.generation_config.eos_token_id
     ids = declared if isinstance(declared, list) else [declared]
-    return tuple({id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None})
+    ends = [id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None]
+    if not all(isinstance(id_, int) for id_ in ends):
+        raise ModelLoadError(
+            f"generation_config.json: eos_token_id={declared!r} must be a token id or a list of "
+            "them; fetch the file again"
+        )
+    return tuple(set(ends))
+
+
+def _set_threads(threads: int) -> None:
+    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+        raise RequestError(f"threads={threads!r} must be a whole number from 1 to {MOST_THREADS}")
+    torch.set_num_threads(threads)

@@ -45,7 +45,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files that make up the model, in name order."""
     index = folder / INDEX_FILE
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = _mapped_names(index)
         files = tuple(folder / name for name in names)
     else:
         files = (folder / SINGLE_FILE,)
@@ -53,6 +53,14 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if missing or not files:
         raise ModelLoadError(_no_weights(folder, missing, indexed=index.is_file()))
     return files
+
+
+def _mapped_names(index: Path) -> list[str]:
+    """The file names that an index gives its tensors, each once."""
+    files = _read_json(index).get("weight_map", {})
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ModelLoadError(f"{index}: its weight_map gives no file names; fetch it again")
+    return sorted(set(files.values()))
 
 
 def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
@@ -82,7 +90,14 @@ def _file_entries(file: Path) -> dict[str, TensorEntry]:
             for name, tensor in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise ModelLoadError(
             f"{file} is not a safetensors file, or its head is damaged ({error}); fetch it again"
         ) from error
@@ -98,7 +113,7 @@ def _file_entries(file: Path) -> dict[str, TensorEntry]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path} holds no JSON object; fetch it again")

@@ -95,23 +95,31 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise BackendError("this backend is closed; make a new one")
+            if not self._worker.is_alive():
+                raise BackendError(
+                    "this backend's worker thread is not in this process: threads stay behind when "
+                    "a process forks; load the backend in the process that uses it"
+                )
             self._jobs.put(job)
         return job
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
             with self._lock:
-                closed, self._running = self._closed, job
-            if closed:
-                job.emit(_End(BackendError("this backend was closed while the request waited")))
-                continue
-            self._run(job)
+                self._running = job
+                if self._closed:
+                    job.cancelled.set()
+            job.emit(_End(self._run(job)))
+            with self._lock:
+                self._running = None
+            del job  # while it waits, the worker keeps no request and no model alive
 
-    def _run(self, job: Job) -> None:
-        error: BaseException | None = None
+    def _run(self, job: Job) -> BaseException | None:
+        """Do the work. A job cancelled by its consumer has nobody left who reads the error."""
+        if job.cancelled.is_set():
+            return BackendError("this backend was closed while the request waited")
         try:
-            if not job.cancelled.is_set():
-                job.work(job)
-        except Exception as caught:
-            error = caught
-        job.emit(_End(error))
+            job.work(job)
+        except BaseException as caught:  # whatever it is, its consumer waits and the others queue
+            return caught
+        return None

@@ -38,13 +38,20 @@ def locate(name: str | Path) -> Path:
 
     Raises `ModelNotFoundError` when no place has it, `ModelLoadError` when a GGUF cannot be read.
     """
-    path = Path(name).expanduser()
     models = cache_home() / "models"
     if not str(name):
         raise ModelNotFoundError("the model's name is empty; give a folder, an alias or a hub id")
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, TypeError) as error:  # too long, ~nobody, no text at all
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(
+            f"{str(name)[:80]!r} can name no model ({reason}); give a folder, an alias or a hub id"
+        ) from error
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         return _from_file(path, models)
     if str(name) in ALIASES:
         return converted(_packaged(str(name)), models)

@@ -31,7 +31,10 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass
 class Prefilled:
-    """`logits` [1, vocabulary]; `active` the rows of the last layer; `rows_per_layer` what ran."""
+    """`logits` [1, vocabulary]; `active` the rows of the last layer; `rows_per_layer` what ran.
+
+    `finite` holds if neither the logits nor anything loaded held NaN or infinity.
+    """
 
     logits: Tensor
     active: Rows
@@ -39,6 +42,7 @@ class Prefilled:
     pairs: int = 0
     load_s: float = 0.0
     compute_s: float = 0.0
+    finite: bool = True
     residuals: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -63,6 +67,8 @@ class SelectivePrefill:
         self._residual_layers = frozenset(residual_layers)
         self._reserve: Rows = np.zeros(0, dtype=np.int64)
         self._corrected: Rows = np.zeros(0, dtype=np.int64)
+        # attention kernels may turn NaN into plausible numbers, so what is loaded is summed up
+        self._loaded = torch.zeros((), dtype=torch.float32, device=self._device)
         self._done = Prefilled(torch.empty(0), np.zeros(0, dtype=np.int64))
 
     def run(self) -> Prefilled:
@@ -76,6 +82,8 @@ class SelectivePrefill:
             hidden = self._after(layer, hidden)
         self._done.logits = self._stack.logits(hidden[:, -1:])
         self._done.active = self._rows
+        sound = self._done.logits.isfinite().all() & self._loaded.isfinite()
+        self._done.finite = bool(sound)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._done.compute_s = perf_counter() - started - self._done.load_s
@@ -100,7 +108,7 @@ class SelectivePrefill:
             self._corrected = rows[plan.hit[rows]]
         self._set_rows(rows)
         if plan.narrow is None:
-            self._correct(torch.ones(len(plan.ids), dtype=self._stack.dtype, device=self._device))
+            self._correct(self._unit_weights())
         return self._embed(rows)
 
     def _set_rows(self, rows: Rows) -> None:
@@ -140,8 +148,12 @@ class SelectivePrefill:
             out=self._cache.keys[layer][:, run.start : stop],
         )
         self._cache.values[layer][:, run.start : stop] = values[:, there]
+        for part in (keys, values):
+            self._loaded += part[:, there].sum(dtype=torch.float32)
 
     def _after(self, layer: int, hidden: Tensor) -> Tensor:
+        if layer + 1 == self._stack.layers:
+            return hidden  # no layer is left to choose rows for
         narrow, gate = self._plan.narrow, self._plan.policy.gate
         if narrow is not None and layer == narrow.layer:
             return self._narrow(layer, narrow, hidden)
@@ -163,12 +175,17 @@ class SelectivePrefill:
         kept = np.union1d(np.flatnonzero(self._plan.active), self._corrected)
         hidden = hidden[:, torch.from_numpy(np.searchsorted(rows, kept)).to(self._device)]
         self._set_rows(kept)
-        weights = torch.ones(len(self._plan.ids), dtype=self._stack.dtype, device=self._device)
+        weights = self._unit_weights()
         earned = self._plan.policy.fusion.weight(new.transpose(0, 1), cached.transpose(0, 1))
         if earned is not None:
             weights[torch.from_numpy(view.candidates).to(self._device)] = earned.to(weights.dtype)
         self._correct(weights)
         return hidden
+
+    def _unit_weights(self) -> Tensor:
+        """[prompt], at least float32: an unclamped weight may pass the range of float16."""
+        dtype = torch.promote_types(self._stack.dtype, torch.float32)
+        return torch.ones(len(self._plan.ids), dtype=dtype, device=self._device)
 
     def _correct(self, weights: Tensor) -> None:
         """Tell the cache which rows in flight are correction rows."""
@@ -217,5 +234,6 @@ class SelectivePrefill:
         for planned in self._plan.runs:
             if planned.run.start <= row < planned.run.stop:
                 states = self._store.residual(planned.source, layer)
-                return None if states is None else states[row - planned.run.shift]
+                there = row - planned.run.shift
+                return states[there] if states is not None and there < len(states) else None
         return None

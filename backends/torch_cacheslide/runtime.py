@@ -21,6 +21,7 @@ from cacheslide_agents.errors import ModelError, NonFiniteError, RequestError
 from cacheslide_agents.pages.base import ContextKey, PageStore
 from cacheslide_agents.policies.base import Plan, Policy, Population
 from cacheslide_agents.policies.cost import CostModel
+from cacheslide_agents.policies.draft import Prompt
 from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
@@ -74,20 +75,9 @@ class Runtime:
 
     def prefill(self, request: GenerationRequest, policy: Policy, room: int) -> Prompted:
         """Prefill the prompt, with space for `room` more tokens."""
-        key = self._key(request)
-        ids = np.asarray(request.prompt_ids, dtype=np.int64)
         started = perf_counter()
         try:
-            plan = make_plan(
-                ids,
-                request.spans,
-                key,
-                request.session,
-                policy,
-                self.store,
-                self.cost,
-                self._probe,
-            )
+            plan = self._plan(request, policy)
             plan_s = perf_counter() - started
             prefilled, cache = self._run(plan, room)
         except (ModelError, RequestError):
@@ -95,8 +85,11 @@ class Runtime:
         except Exception as error:  # trouble inside reuse never fails a request
             log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
             plan_s = perf_counter() - started
-            plan = dense_plan(ids, request.spans, policy, outcome="fallback", reason=_why(error))
+            plan = _fallback(request, policy, error)
             prefilled, cache = self._run(plan, room)
+        else:
+            work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
+            self.cost.observe(work, plan_s + prefilled.load_s + prefilled.compute_s)
         receipt = build_receipt(
             plan,
             request_id=request.request_id,
@@ -107,9 +100,7 @@ class Runtime:
             compute_s=prefilled.compute_s,
             peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
         )
-        work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
-        self.cost.observe(work, plan_s + prefilled.load_s + prefilled.compute_s)
-        return Prompted(request, key, plan, prefilled, cache, receipt)
+        return Prompted(request, self._key(request), plan, prefilled, cache, receipt)
 
     def remember(self, prompted: Prompted, generated: list[int]) -> None:
         """Make the prompt and its output the next turn's cached context; trouble is only logged."""
@@ -134,7 +125,8 @@ class Runtime:
     def populate_chunks(self, request: GenerationRequest, policy: Policy) -> None:
         """Prefill each chunk alone, as CacheBlend and EPIC do; known chunks stay as they are."""
         key = self._key(request)
-        prompt = np.asarray(request.prompt_ids, dtype=np.int64)
+        prompt = _ids(request)
+        Prompt(prompt, tuple(request.spans), policy).check()
         for span in request.spans:
             ids = prompt[span.start : span.stop]
             if span.role is Role.RECOMPUTE or len(ids) == 0:
@@ -144,6 +136,18 @@ class Runtime:
             alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
             _, cache = self._run(alone, room=0)
             remember(self.store, self.rotary, key, alone, cache, isolated=True)
+
+    def _plan(self, request: GenerationRequest, policy: Policy) -> Plan:
+        return make_plan(
+            _ids(request),
+            request.spans,
+            self._key(request),
+            request.session,
+            policy,
+            self.store,
+            self.cost,
+            self._probe,
+        )
 
     def _key(self, request: GenerationRequest) -> ContextKey:
         return ContextKey(self._fingerprint, request.namespace, request.task)
@@ -159,18 +163,24 @@ class Runtime:
         cache = WorkingCache(*self._arena.take(len(plan.ids) + room))
         gate = plan.policy.gate
         dense = not plan.runs
-        checkpoints = range(gate.every - 1, self.stack.layers, gate.every) if gate and dense else ()
+        inner = self.stack.layers - 1  # after the last layer nothing is promoted
+        checkpoints = range(gate.every - 1, inner, gate.every) if gate and dense else ()
         prefill = SelectivePrefill(
             self.stack, self.rotary, self.store, plan, cache, residual_layers=checkpoints
         )
         with torch.inference_mode():
             prefilled = prefill.run()
-        if not torch.isfinite(prefilled.logits).all():
+        if not prefilled.finite:
             if plan.runs:
-                raise NonFiniteError("the logits after reuse are not finite")
+                raise NonFiniteError("keys, values or logits of the reused prompt are not finite")
             raise ModelError("the dense logits are not finite; check the weights and the dtype")
         return prefilled, cache
 
 
-def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _ids(request: GenerationRequest) -> npt.NDArray[np.int64]:
+    return np.asarray(request.prompt_ids, dtype=np.int64)
+
+
+def _fallback(request: GenerationRequest, policy: Policy, error: Exception) -> Plan:
+    why = f"{type(error).__name__}: {error}"
+    return dense_plan(_ids(request), request.spans, policy, outcome="fallback", reason=why)

@@ -100,6 +100,10 @@ def trajectories(path: Path) -> list[Trajectory]:
     return _read(path, _trajectory)
 
 
+def texts(path: Path) -> list[str]:
+    return _read(path, lambda record: record.get("text", str))
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A JSON object with the place it was read from, for error messages."""
@@ -139,8 +143,8 @@ def _read(path: Path, parse: Callable[[Record], T]) -> list[T]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path} cannot be read ({error}); the data folder must hold hotpotqa/, msc/ and "
-            "swe_agent/ with their .jsonl files"
+            f"{path} cannot be read ({error}); the data folder must hold hotpotqa/, msc/, "
+            "swe_agent/ and text/ with their .jsonl files"
         ) from error
     records = []
     for number, line in enumerate(lines, start=1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from cacheslide_agents.cli import bench, chat, check, demo, generate, inspect, report
-from cacheslide_agents.cli.console import Commands
+from cacheslide_agents.cli.console import Commands, open_streams
 
 app = typer.Typer(
     cls=Commands,
@@ -29,4 +29,5 @@ app.command()(demo.demo)
 
 def main() -> None:
     """Run the command line of this process."""
+    open_streams()
     app()

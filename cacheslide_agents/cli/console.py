@@ -6,6 +6,7 @@ In: a running command. Out: answers and JSON on stdout, everything else on stder
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -39,12 +40,31 @@ class Commands(TyperGroup):
             print(file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from error
         except BrokenPipeError as error:
-            # Python flushes stdout once more at exit, which would complain again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _silence_stdout()
             raise typer.Exit(BROKEN_PIPE) from error
+        except OSError as error:  # a full disk, say
+            complain(error)
+            _silence_stdout()
+            raise typer.Exit(BAD_INPUT) from error
 
 
-def complain(error: CacheSlideError) -> None:
+def _silence_stdout() -> None:
+    """Python flushes stdout once more at exit, which would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def open_streams() -> None:
+    """Make stdout and stderr take anything: characters they cannot spell are written as escapes,
+    and where the caller closed one, what is written to it is dropped.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def complain(error: Exception) -> None:
     """One line on stderr, whatever the message holds."""
     print("error:", " ".join(str(error).split()), file=sys.stderr)
 
@@ -68,5 +88,6 @@ def screen() -> Console:
 
 def emit(value: Any) -> None:
     """Write `value` to stdout as JSON."""
-    json.dump(value, sys.stdout, ensure_ascii=False, indent=1)
+    spelled = "utf" in (sys.stdout.encoding or "utf").lower()
+    json.dump(value, sys.stdout, ensure_ascii=not spelled, indent=1)
     sys.stdout.write("\n")

@@ -17,9 +17,16 @@ from cacheslide_agents.prompt.template import SUFFIX, PromptTemplate
 def find_template(name: str) -> PromptTemplate:
     """A file when it looks like one (a suffix `.jinja`, a folder, or it exists), else by name."""
     path = Path(name)
-    if path.suffix == SUFFIX or path.name != name or path.is_file():
+    if path.suffix == SUFFIX or path.name != name or _is_file(path):
         return PromptTemplate.from_file(path)
     return PromptTemplate.named(name)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long a name for a file
+        return False
 
 
 def read_values(source: str) -> dict[str, Any]:
@@ -29,7 +36,7 @@ def read_values(source: str) -> dict[str, Any]:
         values = json.loads(text)
     except OSError as error:
         raise DataError(f"{source}: values cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{source}: values are not JSON: {error}") from error
     if not isinstance(values, dict):
         raise DataError(f"{source}: values must be a JSON object, not a {type(values).__name__}")

@@ -60,8 +60,9 @@ class PageStore(Protocol):
     ) -> bool:
         """Take over the tensors; false when admission refused them (larger than the budget).
 
-        `residuals[layer]` [tokens, hidden] are hidden states after `layer`: checkpoints that let a
-        promoting gate start a token in mid-model. They count in the budget.
+        `residuals[layer]` [first tokens, hidden] are hidden states after `layer`: checkpoints that
+        let a promoting gate start a token in mid-model. Tokens that were generated have none. They
+        count in the budget.
         """
         ...
 
@@ -78,7 +79,7 @@ class PageStore(Protocol):
         ...
 
     def residual(self, context: StoredContext, layer: int) -> Tensor | None:
-        """Hidden states [tokens, hidden] after `layer`, or `None` where none were stored."""
+        """Hidden states [first tokens, hidden] after `layer`; `None` where none were stored."""
         ...
 
     def pin(self, session: str) -> None: ...

@@ -49,7 +49,7 @@ def tensor_bytes(layers: Sequence[LayerKV], residuals: Mapping[int, Tensor]) -> 
 def check_tensors(
     context: StoredContext, layers: Sequence[LayerKV], residuals: Mapping[int, Tensor]
 ) -> None:
-    """`PageError` unless every tensor holds exactly the context's tokens."""
+    """`PageError` unless keys and values hold exactly the context's tokens, residuals no more."""
     tokens = len(context)
     what = f"a context of {tokens} tokens"
     for layer, (keys, values) in enumerate(layers):
@@ -60,10 +60,10 @@ def check_tensors(
                     f"{what} is stored as [kv_heads, {tokens}, head_dim]"
                 )
     for layer, states in residuals.items():
-        if states.dim() != 2 or states.shape[0] != tokens:
+        if states.dim() != 2 or states.shape[0] > tokens:
             raise PageError(
                 f"residuals of layer {layer} are {list(states.shape)}; "
-                f"{what} is stored as [{tokens}, hidden]"
+                f"{what} has at most [{tokens}, hidden]"
             )
 
 

@@ -52,8 +52,8 @@ class MemoryStore:
             "copies_per_session": copies_per_session,
         }
         for name, value in limits.items():
-            if value < 1:
-                raise RequestError(f"MemoryStore({name}={value!r}) must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise RequestError(f"MemoryStore({name}={value!r}) must be at least 1, and whole")
         self._budget = budget_bytes
         self._eviction = eviction or Lru()
         self._copies_per_content = copies_per_content

@@ -10,6 +10,7 @@ from cacheslide_agents.policies.base import Order, Population, Reuse
 from cacheslide_agents.policies.plain import Plain, check_min_run
 from cacheslide_agents.selection import (
     Affinity,
+    AfterRemoval,
     Boundary,
     CkSimGate,
     Fusion,
@@ -19,10 +20,11 @@ from cacheslide_agents.selection import (
     PaperFusion,
     Replace,
     Selector,
+    Tail,
     Union,
 )
 
-_CHANGED_AND_NEAR = Union(Affinity(), Boundary())
+_CORRECTED = Union(Affinity(0.03), Boundary(16), AfterRemoval(64), Tail(64))
 _FUSIONS: dict[str, Fusion] = {"paper": PaperFusion(), "replace": Replace()}
 
 
@@ -31,15 +33,16 @@ class CacheSlide(Plain):
     """Reuse of in-context caches across shifts (CacheSlide, FAST 2026), as we run it.
 
     Every run of at least `min_run` tokens that the cached context shares with the prompt is reused
-    at its new place. Recomputed are the tokens that follow a change (`Boundary`) and those that
-    speak of it (`Affinity`); their new keys and values replace the cached ones. With `may_decline`
-    plain prefix reuse is taken where it is cheaper. `order=Order.ANY` also reuses whole chunks that
+    at its new place. Recomputed are the tokens that speak of what changed (`Affinity`), those that
+    follow a change (`Boundary`, and more of them `AfterRemoval`) and the last ones before the
+    answer (`Tail`); their new keys and values replace the cached ones. With `may_decline` plain
+    prefix reuse is taken where it is cheaper. `order=Order.ANY` also reuses whole chunks that
     changed places. Departs from the paper in the choice of tokens, which needs no forward pass, in
     the fusion and in having no gate; `CacheSlide.paper()` is the paper's own rule. Why:
     docs/decisions.md.
     """
 
-    selector: Selector | LayerSelector | None = _CHANGED_AND_NEAR
+    selector: Selector | LayerSelector | None = _CORRECTED
     fusion: Fusion = _FUSIONS["replace"]
     gate: Gate | None = None
     min_run: int = 16
@@ -68,11 +71,9 @@ class CacheSlide(Plain):
         in the next ranked. Departures, all where the text leaves no other choice on a stock model:
 
         - the deviation is read at layer 1 counted from 0: position-free keys of layer 0 do not
-          depend
-          on the context at all;
+          depend on the context at all;
         - keys are brought to their new place by rotation; CCPE needs a model trained with CoPE;
-        - what is reused comes from aligning tokens (runs of at least 16), not from declared
-          segments;
+        - what is reused comes from aligning tokens (runs of at least 16), not declared segments;
         - corrected tokens attend to the whole prompt before them; no association mask limits them;
         - the fusion weight is not clamped, so beyond 1 it extrapolates;
         - `gate="converged"` is the gate as the prose means it; `None` switches it off;

@@ -1,7 +1,8 @@
-"""Which stored context a prompt is aligned with: the one that shares most tokens in order.
+"""Which stored context a prompt is aligned with: the one that shares most tokens.
 
 In: the prompt and the contexts of its task (those of its session first, then newest first). Out:
-one of them. Work is capped: of many contexts only those whose chunks look alike are examined.
+one of them. Work is capped: of many contexts only those whose chunks look alike are examined,
+and shared tokens are counted in any order, which costs much less than an alignment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cacheslide_agents.chunks import Span
 from cacheslide_agents.pages.base import StoredContext
 from cacheslide_agents.prompt.align import shared_tokens
 
-CONSIDERED = 64
+_CONSIDERED = 64
 """Contexts looked at at all."""
 _EXAMINED = 4
 """Contexts compared token by token."""
@@ -32,7 +33,7 @@ def closest(
     if len(contexts) == 1:
         return contexts[0]
     best, most = contexts[0], -1
-    for context in _promising(spans, contexts[:CONSIDERED]):
+    for context in _promising(spans, contexts[:_CONSIDERED]):
         if min(len(context), len(ids)) > most:
             shared = shared_tokens(ids, context.ids)
             if shared > most:

@@ -97,19 +97,25 @@ def from_chunks(prompt: Prompt, match: Match) -> Plan:
 
 
 def declined(plain: Plan, draft: Plan) -> Plan:
-    """`plain`, taken because it costs less than `draft` and what would follow from it."""
-    reasons = outcomes.reasons_declined(plain.chunk_reasons, draft.hit, plain.spans)
-    return replace(plain, outcome="declined", reason=outcomes.PREFIX_CHEAPER, chunk_reasons=reasons)
+    """`plain`, taken because it costs less than `draft`; what `draft` has probed was still run."""
+    return replace(
+        plain,
+        outcome="declined",
+        reason=outcomes.PREFIX_CHEAPER,
+        chunk_reasons=outcomes.reasons_declined(plain.chunk_reasons, draft.hit, plain.spans),
+        probe_layer_tokens=draft.probe_layer_tokens,
+    )
 
 
 def exact_mask(plan: Plan) -> npt.NDArray[np.bool_]:
     """[n]: tokens whose keys and values will be those of a dense run.
 
-    A token is exact if it is computed (and not fused with what was cached), or stands in the head
-    and was exact where it comes from, and all before it are exact, at their plain positions.
+    A token is exact if it is computed (not fused with what was cached, and in every layer: a gate
+    may end a correction), or stands in the head and was exact where it comes from, and all before
+    it are exact, at their plain positions.
     """
     sound = ~plan.hit
-    if not plan.policy.fusion.needs_cached:
+    if not plan.policy.fusion.needs_cached and plan.policy.gate is None:
         sound |= plan.active
     if plan.head:
         sound[: plan.head] |= plan.runs[0].source.exact[: plan.head]

@@ -17,7 +17,7 @@ from cacheslide_agents.errors import CacheSlideError, ReuseError
 from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
 from cacheslide_agents.policies import draft as drafts
 from cacheslide_agents.policies.base import Order, Plan, Policy, Probe, Reuse
-from cacheslide_agents.policies.closest import CONSIDERED, closest
+from cacheslide_agents.policies.closest import closest
 from cacheslide_agents.policies.correct import correct
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.draft import Prompt, dense_plan
@@ -74,7 +74,7 @@ def _plan(prompt: Prompt, key: ContextKey, session: str | None, tools: _Tools) -
     contexts = [found for found in tools.store.find(key, session) if len(found)]
     if not contexts:
         return dense_plan(prompt.ids, prompt.spans, policy, outcome="cold", reason="cold")
-    prefix = match_prefix(prompt.ids, contexts[:CONSIDERED], min_run=policy.min_run)
+    prefix = match_prefix(prompt.ids, contexts, min_run=policy.min_run)
     if policy.reuse is Reuse.EXACT_PREFIX:
         return drafts.from_prefix(prompt, prefix or Match.nothing(len(prompt.ids), contexts[0]))
     source = closest(prompt.ids, prompt.spans, contexts)
@@ -97,11 +97,12 @@ def _from_runs(prompt: Prompt, source: StoredContext, prefix: Match, tools: _Too
     if not policy.may_decline:
         return correct(draft, match, tools.store, tools.probe)
     plain = drafts.from_prefix(prompt, prefix)
-    if _pays(draft, plain, tools.cost):
-        plan = correct(draft, match, tools.store, tools.probe)
-        if plan is draft or _pays(plan, plain, tools.cost):
-            return plan
-    return drafts.declined(plain, draft)
+    if not _pays(draft, plain, tools.cost):
+        return drafts.declined(plain, draft)
+    plan = correct(draft, match, tools.store, tools.probe)
+    if plan is draft or _pays(plan, plain, tools.cost):
+        return plan
+    return drafts.declined(plain, plan)
 
 
 def _pays(plan: Plan, plain: Plan, cost: CostModel) -> bool:

@@ -21,18 +21,16 @@ def build_receipt(
     request_id: str,
     active: npt.NDArray[np.int64],
     rows_per_layer: Sequence[int],
-    ttft_s: float = 0.0,
     plan_s: float = 0.0,
     load_s: float = 0.0,
     compute_s: float = 0.0,
-    wait_s: float = 0.0,
-    queue_s: float = 0.0,
     peak_kv_bytes: int = 0,
 ) -> Receipt:
     """`active`: prompt indices computed at the last layer. `rows_per_layer`: rows each layer ran.
 
     Tokens are counted at the last layer: reused ones were taken from the store and not computed
-    there. The compute fraction counts all layers, and what a selector's probe ran.
+    there. The compute fraction counts all layers, and what a selector's probe ran. Time spent in a
+    queue and until the first token is known to the backend alone, later.
     """
     computed = np.zeros(len(plan.ids), dtype=np.bool_)
     computed[active] = True
@@ -48,12 +46,9 @@ def build_receipt(
         active_tokens=int(computed.sum()),
         compute_fraction=work / (len(plan.ids) * len(rows_per_layer)),
         exact=bool(plan.exact.all()),
-        ttft_s=ttft_s,
         plan_s=plan_s,
         load_s=load_s,
         compute_s=compute_s,
-        wait_s=wait_s,
-        queue_s=queue_s,
         peak_kv_bytes=peak_kv_bytes,
         chunks=(*_chunks(plan, reused), *plan.vanished),
     )

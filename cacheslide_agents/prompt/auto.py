@@ -36,6 +36,11 @@ def chunk_messages(
 
 
 def _message(index: int, message: Mapping[str, Any], ids: UniqueIds) -> Message:
+    if not isinstance(message, Mapping):
+        kind = type(message).__name__
+        raise PromptError(
+            f"message {index}: a message is a mapping with role and content, not {kind}"
+        )
     given = message.get("role")
     role = _ALIASES.get(str(given), given)
     if role not in MESSAGE_ROLES:
@@ -47,7 +52,7 @@ def _message(index: int, message: Mapping[str, Any], ids: UniqueIds) -> Message:
     )
     extra = {key: message[key] for key in _EXTRA if message.get(key)}
     if "tool_calls" in extra:
-        extra["tool_calls"] = [_call(index, call) for call in extra["tool_calls"]]
+        extra["tool_calls"] = _calls(index, extra["tool_calls"])
     return Message(str(role), chunks, extra)
 
 
@@ -71,6 +76,13 @@ def _block(place: str, block: Any) -> tuple[str, Role]:
         kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
         raise PromptError(f"{place}: only text blocks can be sent to this model, not {kind!r}")
     return block["text"], Role.REUSE if block.get("cache_control") else Role.RECOMPUTE
+
+
+def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        kind = type(calls).__name__
+        raise PromptError(f"message {index}: tool_calls must be a list of calls, not {kind}")
+    return [_call(index, call) for call in calls]
 
 
 def _call(index: int, call: Any) -> dict[str, Any]:

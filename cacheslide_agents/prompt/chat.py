@@ -107,6 +107,7 @@ class ChatEncoder:
             return self._render(dialogue, tools, add_generation_prompt)
 
         rendering = render_chunks(messages, schemas, render, self._markup_tokenizer.controls)
+        _check_unicode(rendering.text, "the rendered prompt (tools, calls or names)")
         tokens = self._markup_tokenizer.encode(rendering.text, rendering.markup)
         spans = _spans(rendering, tokens)
         return EncodedPrompt(tuple(tokens.ids.tolist()), spans, rendering.text, prompt.task)
@@ -188,13 +189,19 @@ def _check_message(message: Message) -> None:
         known = ", ".join(MESSAGE_ROLES)
         raise PromptError(f"unknown message role {message.role!r}; use one of {known}")
     for chunk in message.chunks:
-        try:
-            chunk.text.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(
-                f"chunk {chunk.id!r} is not Unicode text: lone surrogate "
-                f"{chunk.text[error.start]!r} at character {error.start}; replace it"
-            ) from None
+        if not isinstance(chunk.text, str):
+            raise PromptError(f"chunk {chunk.id!r} holds a {type(chunk.text).__name__}, not text")
+        _check_unicode(chunk.text, f"chunk {chunk.id!r}")
+
+
+def _check_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"{name} is not Unicode text: lone surrogate {text[error.start]!r} at character "
+            f"{error.start}; replace it"
+        ) from None
 
 
 def _spans(rendering: Rendering, tokens: Tokens) -> tuple[Span, ...]:

@@ -58,6 +58,8 @@ class PromptTemplate:
             code = environment.compile(source, path, path)
         except jinja2.TemplateSyntaxError as error:
             raise _syntax_error(error, path) from None
+        except (RecursionError, SyntaxError):  # limits of Python's own on nested code
+            raise TemplateError("blocks or parentheses nest too deeply", path=path) from None
         self._template = environment.template_class.from_code(
             environment, code, environment.make_globals(None)
         )
@@ -82,8 +84,8 @@ class PromptTemplate:
         place = Path(path)
         try:
             raw = place.read_bytes()
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
+            reason = getattr(error, "strerror", None) or str(error)
             raise TemplateError(f"cannot read the template: {reason}", path=str(path)) from None
         try:
             source = raw.decode("utf-8-sig")

@@ -41,15 +41,14 @@ _AFTER = (
 
 def checked_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Tool]:
     """Tool schemas in the form `{"type": "function", "function": {"name", ...}}`."""
-    checked = [dict(tool) for tool in tools or ()]
-    for tool in checked:
-        function = tool.get("function")
+    for tool in tools or ():
+        function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise PromptError(
                 f"a tool must look like {{'type': 'function', 'function': {{'name': ...}}}}, "
                 f"not {tool!r:.120}"
             )
-    return checked
+    return [dict(tool) for tool in tools or ()]
 
 
 def schema_lines(tools: Sequence[Tool]) -> str:
@@ -129,9 +128,12 @@ def parsed_arguments(arguments: Any) -> Any:
         return arguments
     try:
         return json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"tool schemas and calls must be JSON data: {error}") from error

@@ -9,10 +9,13 @@ from cacheslide_agents.selection.fixed import Everything, Fixed
 from cacheslide_agents.selection.fusion import Fusion, PaperFusion, Replace
 from cacheslide_agents.selection.gate import CkSimGate, Gate
 from cacheslide_agents.selection.overlap import TokenOverlap
+from cacheslide_agents.selection.removal import AfterRemoval
+from cacheslide_agents.selection.tail import Tail
 from cacheslide_agents.selection.union import Union
 
 __all__ = [
     "Affinity",
+    "AfterRemoval",
     "Boundary",
     "CkSimGate",
     "Everything",
@@ -28,6 +31,7 @@ __all__ = [
     "Score",
     "SelectionView",
     "Selector",
+    "Tail",
     "TokenOverlap",
     "Union",
 ]

@@ -191,6 +191,7 @@ class ChatCacheSlide(BaseChatModel):
             session=settings["session"],
             sampling=sampling,
             policy=policy,
+            retain=policy is None or policy.name != parameters.DENSE,
         )
 
     def _convert_input(self, model_input: LanguageModelInput | ChunkedPrompt) -> PromptValue:

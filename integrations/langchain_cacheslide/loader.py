@@ -52,6 +52,7 @@ class BackendLoader:
     def close(self) -> None:
         """Close every loaded backend; the next call loads anew."""
         with self._lock:
+            self._encoders.clear()
             while self._loaded:
                 self._loaded.pop()[1].close()
 

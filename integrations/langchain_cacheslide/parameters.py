@@ -15,6 +15,8 @@ from cacheslide_agents.errors import RequestError
 SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "seed", "stop")
 ROUTING = ("namespace", "task", "session", "reuse", "policy")
 SETTINGS = (*SAMPLING, *ROUTING)
+DENSE = "recompute"
+"""The policy that stores nothing and reuses nothing."""
 
 _TOOLS = "tool calling is not supported by this version"
 _STRUCTURED = "structured output is not supported by this version"
@@ -69,7 +71,7 @@ def sampling(settings: Mapping[str, Any]) -> Sampling:
 
 def policy(settings: Mapping[str, Any]) -> PolicyLike | None:
     """The policy of a call; `None` leaves it to the backend. `reuse=False` means dense."""
-    chosen: str | PolicyLike | None = settings["policy"] if settings["reuse"] else "recompute"
+    chosen: str | PolicyLike | None = settings["policy"] if settings["reuse"] else DENSE
     if not isinstance(chosen, str):
         return chosen
     # Policies import torch, which `import langchain_cacheslide` must not.

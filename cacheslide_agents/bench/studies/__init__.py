@@ -13,13 +13,13 @@ from typing import Any
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.results import SCHEMA, write_json
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.bench.studies import frontier
+from cacheslide_agents.bench.studies import frontier, length
 from cacheslide_agents.errors import DataError
 
 __all__ = ["STUDIES", "run_study"]
 
 Study = Callable[..., Mapping[str, Any]]
-STUDIES: Mapping[str, Study] = {"frontier": frontier.run}
+STUDIES: Mapping[str, Study] = {"frontier": frontier.run, "length": length.run}
 
 
 def run_study(
