@@ -1,13 +1,11 @@
 """Two trials of one question: the second reuses what the first computed. In the README too."""
 
+from cacheslide_agents.bench.demo import sample_questions
 from langchain_cacheslide import ChatCacheSlide, TemplateRunnable
 
 chain = TemplateRunnable.named("reflexion") | ChatCacheSlide(model="smollm2-135m", max_tokens=16)
-values = {
-    "examples": [{"question": "In which country is Lyon?", "answer": "France"}],
-    "paragraphs": [{"title": "Ada Lovelace", "text": "Lovelace worked with Charles Babbage."}],
-    "question": "With whom did Ada Lovelace work?",
-}
+asked, *examples = sample_questions()  # HotpotQA, ten paragraphs each
+values = {"examples": examples, "paragraphs": asked.paragraphs, "question": asked.question}
 chain.invoke({**values, "reflections": []})
 answer = chain.invoke({**values, "reflections": ["I gave a date. I will give a name."]})
 receipt = answer.response_metadata["cacheslide"]

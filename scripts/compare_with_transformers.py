@@ -1,7 +1,7 @@
 """Dense prefill and decode against transformers' `generate`: same weights, dtype and threads.
 
 In: prompt length, new tokens, pairs. Out: JSON with paired ratios ours / transformers (below 1:
-ours is faster) and whether the greedy tokens were equal. The two run in turn, who is first alternates.
+ours is faster) and whether the greedy tokens were equal. They run in turn; who is first alternates.
 """
 
 from __future__ import annotations

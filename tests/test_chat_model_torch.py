@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from langchain_core.messages import AIMessage
 
+from cacheslide_agents.policies import CacheSlide
+from cacheslide_agents.selection import Affinity, Boundary, Union
 from langchain_cacheslide import ChatCacheSlide, TemplateRunnable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +49,9 @@ def receipt(answer: AIMessage) -> dict[str, Any]:
 def test_second_trial_reuses_the_first_and_says_the_same_as_a_dense_one(
     chat: ChatCacheSlide,
 ) -> None:
-    chain = TemplateRunnable.named("reflexion") | chat
+    # the default would find this prompt too short: its tail is half of what moved
+    policy = CacheSlide(selector=Union(Affinity(), Boundary()), may_decline=False)
+    chain = TemplateRunnable.named("reflexion") | chat.bind(policy=policy)
     dense = TemplateRunnable.named("reflexion") | chat.bind(reuse=False)
     first = chain.invoke({**VALUES, "reflections": []})
     second = chain.invoke({**VALUES, "reflections": [REFLECTION]})

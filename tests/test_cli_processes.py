@@ -27,7 +27,14 @@ finally:
 def start(*command: str, **options: Any) -> subprocess.Popen[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, env=environment, **{**pipes, **options})
+    # a shell's background jobs ignore SIGINT, and hand that down
+    return subprocess.Popen(
+        command, text=True, env=environment, preexec_fn=heed_sigint, **{**pipes, **options}
+    )
+
+
+def heed_sigint() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def faked(*arguments: str, pause_s: float = 0.0) -> subprocess.Popen[str]:

@@ -116,7 +116,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object")
