@@ -7,7 +7,7 @@ with `fusion` and `gate` deciding what becomes of the recomputed keys and values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -20,7 +20,7 @@ from torch import Tensor
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Run, Span
 from cacheslide_agents.pages.base import StoredContext
-from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector
+from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector, run_mask
 from cacheslide_agents.selection.fusion import Fusion
 from cacheslide_agents.selection.gate import Gate
 
@@ -146,11 +146,3 @@ class Plan:
 Probe = Callable[[Plan, npt.NDArray[np.int64], int], Tensor]
 """`probe(draft, rows, layer)`: position-free keys [rows, kv_heads, head_dim] that the prompt tokens
 `rows` get at `layer` when only they run through layers 0..layer, over the runs of `draft`."""
-
-
-def run_mask(runs: Sequence[Run], length: int) -> npt.NDArray[np.bool_]:
-    """[length], true inside a run."""
-    mask = np.zeros(length, dtype=np.bool_)
-    for run in runs:
-        mask[run.start : run.stop] = True
-    return mask

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from cacheslide_agents.chunks import Edit, Role, Run, Span
 from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
-from cacheslide_agents.policies.base import PlannedRun, run_mask
+from cacheslide_agents.policies.base import PlannedRun
 from cacheslide_agents.prompt.align import align
+from cacheslide_agents.selection.base import run_mask
 
 Ids = npt.NDArray[np.int64]
 

@@ -33,8 +33,8 @@ import numpy.typing as npt
 
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Role, Run, Span
-from cacheslide_agents.policies.base import run_mask
 from cacheslide_agents.policies.match import Match, common_prefix
+from cacheslide_agents.selection.base import run_mask
 
 Mask = npt.NDArray[np.bool_]
 PREFIX_CHEAPER = "prefix_cheaper"

@@ -6,7 +6,7 @@ prompt positions of the hit tokens that are recomputed all the same, the correct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -19,6 +19,14 @@ from cacheslide_agents.chunks import Edit, Run
 
 Positions = npt.NDArray[np.int64]
 LayerKeys = Callable[[int], Tensor]
+
+
+def run_mask(runs: Sequence[Run], length: int) -> npt.NDArray[np.bool_]:
+    """[length], true inside a run."""
+    mask = np.zeros(length, dtype=np.bool_)
+    for run in runs:
+        mask[run.start : run.stop] = True
+    return mask
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,7 @@ class SelectionView:
     @cached_property
     def hit(self) -> npt.NDArray[np.bool_]:
         """[n], true where a token is reused."""
-        mask = np.zeros(len(self.ids), dtype=np.bool_)
-        for run in self.runs:
-            mask[run.start : run.stop] = True
-        return mask
+        return run_mask(self.runs, len(self.ids))
 
     @cached_property
     def first_change(self) -> int:
