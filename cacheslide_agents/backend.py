@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import entry_points
 from inspect import signature
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 from uuid import uuid4
 
@@ -19,55 +18,13 @@ import numpy.typing as npt
 
 from cacheslide_agents.chunks import Role, Span
 from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.sampling import Grammar as Grammar
+from cacheslide_agents.sampling import Sampling as Sampling
+from cacheslide_agents.sampling import TokenLogprob as TokenLogprob
 
 Outcome = Literal["cold", "hit", "partial", "declined", "fallback"]
 ChunkState = Literal["hit", "aligned", "update", "vanished"]
 FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Decoding parameters. `temperature=0` is greedy; `top_k=0` and `top_p=1` switch those off."""
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        checks = {
-            "max_tokens": (_whole(self.max_tokens, 1), "at least 1, and whole"),
-            "temperature": (
-                isinstance(self.temperature, Real) and 0.0 <= self.temperature < float("inf"),
-                "finite and at least 0",
-            ),
-            "top_p": (
-                isinstance(self.top_p, Real) and 0.0 < self.top_p <= 1.0,
-                "above 0 and at most 1",
-            ),
-            "top_k": (_whole(self.top_k, 0), "at least 0 (0 means no limit), and whole"),
-            "seed": (self.seed is None or isinstance(self.seed, Integral), "whole, or None"),
-            "stop": (_all(self.stop, str) and all(self.stop), "made of non-empty strings"),
-            "stop_token_ids": (_all(self.stop_token_ids, Integral), "made of token ids"),
-        }
-        for name, (holds, rule) in checks.items():
-            if not holds:
-                raise RequestError(f"{name}={getattr(self, name)!r} must be {rule}")
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and int(value) >= least
-
-
-def _all(values: object, kind: type) -> bool:
-    """A string is no collection of strings here: its letters would each be one."""
-    return isinstance(values, tuple | list | set | frozenset) and all(
-        isinstance(value, kind) for value in values
-    )
 
 
 class PolicyLike(Protocol):
@@ -92,7 +49,7 @@ class GenerationRequest:
     task: str = "default"
     session: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
-    grammar: Any = None
+    grammar: Grammar | None = None
     policy: PolicyLike | None = None
     retain: bool = True
     request_id: str = field(default_factory=lambda: uuid4().hex)
@@ -154,12 +111,16 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """Text and tokens since the previous chunk; the last one has `finish_reason` and `receipt`."""
+    """Text and tokens since the previous chunk of answer `index` (0 to n - 1).
+
+    The last chunk of every answer has `finish_reason` and `receipt`. `logprobs` holds one entry per
+    token where the request asked for them.
+    """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    logprobs: Any = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     receipt: Receipt | None = None
 

@@ -51,7 +51,10 @@ def main() -> None:
 
 def ours(backend: TorchBackend, ids: torch.Tensor, new: int) -> tuple[float, float, list[int]]:
     request = GenerationRequest(
-        ids.tolist(), sampling=Sampling(new, ignore_eos=True), policy=Recompute(), retain=False
+        ids.tolist(),
+        sampling=Sampling(max_tokens=new, ignore_eos=True),
+        policy=Recompute(),
+        retain=False,
     )
     begin = perf_counter()
     times, tokens = [], []

@@ -79,7 +79,9 @@ def test_options_reach_backend_and_request(backend: FakeBackend) -> None:
     (request,) = backend.requests
     assert request.policy is not None
     assert request.policy.name == "prefix"
-    assert request.sampling == Sampling(3, 0.5, 0.9, 4, 5, ("A", "B"))
+    assert request.sampling == Sampling(
+        max_tokens=3, temperature=0.5, top_p=0.9, top_k=4, seed=5, stop=("A", "B")
+    )
 
 
 def test_prompt_may_come_from_stdin_and_have_a_system_message(backend: FakeBackend) -> None:

@@ -149,11 +149,11 @@ class TorchBackend:
                 cancelled=job.cancelled.is_set,
             )
             receipt: Receipt | None = None
-            for index, step in enumerate(steps):
+            for step in steps:
                 receipt = receipt or self._timed(prompted, job, queued)
                 last = receipt if step.finish_reason else None
                 ids, reason = (step.token,), step.finish_reason
-                job.emit(GenerationChunk(index, step.text, ids, None, reason, last))
+                job.emit(GenerationChunk(0, step.text, ids, None, reason, last))
             if request.retain:
                 self._runtime.remember(prompted, continuation.tokens)
         self._count(prompted.receipt)

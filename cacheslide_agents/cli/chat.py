@@ -37,7 +37,14 @@ def chat(
 
     With --json the whole conversation comes at the end.
     """
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     chosen = policy_named(policy)
     dialogue = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, Any]] = []

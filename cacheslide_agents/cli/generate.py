@@ -43,7 +43,14 @@ def generate(
 ) -> None:
     """Answer one prompt."""
     asked = _prompt(prompt, template, values, system)
-    sampling = Sampling(max_tokens, temperature, top_p, top_k, seed, tuple(stop or ()))
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
     chosen = policy_named(policy)
     with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
         asker = Asker(loaded, sampling, chosen)

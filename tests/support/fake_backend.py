@@ -105,10 +105,8 @@ class FakeBackend:
         words = question.split()[: request.sampling.max_tokens]
         for index, word in enumerate(words):
             text = word if index == 0 else f" {word}"
-            yield GenerationChunk(index, text, tuple(self.tokenizer.encode(text)))
-        yield GenerationChunk(
-            len(words), "", (), finish_reason="stop", receipt=self._receipt(request)
-        )
+            yield GenerationChunk(0, text, tuple(self.tokenizer.encode(text)))
+        yield GenerationChunk(0, "", (), finish_reason="stop", receipt=self._receipt(request))
 
     def _count(self, whole: bool) -> None:
         self.finished += whole

@@ -65,7 +65,7 @@ class ScriptedBackend:
             last = index == len(words) - 1
             receipt = self._receipt(request, self._script(request).outcome) if last else None
             text = word if index == 0 else f" {word}"
-            yield GenerationChunk(index, text, (index,), None, "length" if last else None, receipt)
+            yield GenerationChunk(0, text, (index,), None, "length" if last else None, receipt)
             self.now += TOKEN_SECONDS
 
     async def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
