@@ -1,0 +1,146 @@
+"""Contextual positions (CoPE): how far back a key lies is counted by gates, not by tokens.
+
+In: position-free queries of some rows, keys and values of everything before them, one position
+embedding per head. Out: the attention output of those rows. Keys carry no position, so a cached key
+is good wherever its text moves.
+
+CoPE: Golovneva et al., 2024, "Contextual Position Encoding: Learning to Count What's Important".
+With gates g_ik = sigmoid(q_i . k_k * scale), key j stands at p_ij = g_ij + ... + g_ii from row i,
+clamped to npos - 1; its logit is q_i . k_j * scale + e_i(p_ij), where e_i interpolates linearly
+between q_i . e[floor p] and q_i . e[floor p + 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROW_BLOCK = 64
+FIRST_BAND = 256
+"""Keys, counted back from a block's last row, that are scanned at first; doubled until every row of
+the block has reached the last position. What lies further back stands at that position."""
+
+
+@dataclass(frozen=True, eq=False)
+class CanonicalMass:
+    """CCPE: rows [first_row, last_row) count the keys [start, stop) as `mass` [heads] in sum.
+
+    The mass is spread over those keys in proportion to their gates, so that positions stay
+    non-negative and monotone. A row for which all of these gates are 0 counts nothing.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    last_row: int
+    mass: Tensor
+
+
+def contextual_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embedding: Tensor,
+    rows: Tensor,
+    *,
+    scale: float,
+    masses: Sequence[CanonicalMass] = (),
+) -> Tensor:
+    """Query rows [heads, n, head_dim] over keys and values [kv_heads, m, head_dim].
+
+    `rows` [n], ascending, are the rows' own places among the keys: row i sees the keys up to
+    `rows[i]`. `embedding` is [heads, npos, head_dim]. Returns [heads, n, head_dim]. Works for
+    autograd; takes O(ROW_BLOCK x keys) memory per group of heads that share a key.
+    """
+    groups = query.shape[0] // key.shape[0]
+    outputs = []
+    for head, (keys, values) in enumerate(zip(key, value, strict=True)):
+        heads = slice(head * groups, (head + 1) * groups)
+        scan = _Scan(keys, values, embedding[heads], scale, _of_heads(masses, heads))
+        blocks = [
+            scan.block(query[heads, start : start + ROW_BLOCK], rows[start : start + ROW_BLOCK])
+            for start in range(0, query.shape[1], ROW_BLOCK)
+        ]
+        outputs.append(torch.cat(blocks, dim=1))
+    return torch.cat(outputs)
+
+
+class _Scan:
+    """The heads that share one key head; remembers how wide the last block's band had to be."""
+
+    def __init__(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        embedding: Tensor,
+        scale: float,
+        masses: Sequence[CanonicalMass],
+    ) -> None:
+        self._keys, self._values, self._embedding = keys, values, embedding
+        self._scale, self._masses = scale, masses
+        self._last = embedding.shape[1] - 1
+        self._band = FIRST_BAND
+
+    def block(self, query: Tensor, rows: Tensor) -> Tensor:
+        """[group, b, head_dim] in and out."""
+        count = int(rows[-1]) + 1
+        query = query * self._scale
+        embedded = query @ (self._embedding / self._scale).transpose(1, 2)
+        scores, positions, hidden = self._near(query, rows, count)
+        band = scores.shape[-1]
+        near = (scores + _interpolate(embedded, positions, self._last)).masked_fill(
+            hidden, -torch.inf
+        )
+        if band == count:
+            return torch.softmax(near, dim=-1) @ self._values[:count].flip(0)
+        far = query @ self._keys[: count - band].T + embedded[..., -1:]
+        weights = torch.softmax(torch.cat((far, near), dim=-1), dim=-1)
+        values, seam = self._values[:count], count - band
+        beyond, within = weights[..., :seam], weights[..., seam:]
+        return beyond @ values[:seam] + within @ values[seam:].flip(0)
+
+    def _near(self, query: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, positions [group, b, band] and what is hidden [b, band], nearest key first.
+
+        Counted from the row outwards, so that near positions, which matter most, are exact.
+        """
+        band = min(self._band, count) if not self._masses else count
+        while True:
+            places = torch.arange(count - 1, count - 1 - band, -1, device=rows.device)
+            hidden = places > rows[:, None]
+            scores = query @ self._keys[count - band : count].flip(0).T
+            gates = torch.sigmoid(scores).masked_fill(hidden, 0.0)
+            for mass in self._masses:
+                gates = _canonical(gates, mass, places, rows)
+            positions = gates.cumsum(-1)
+            if band == count or bool((positions[..., -1] >= self._last).all()):
+                self._band = max(FIRST_BAND, band)
+                return scores, positions.clamp(max=self._last), hidden
+            band = min(2 * band, count)
+
+
+def _interpolate(embedded: Tensor, positions: Tensor, last: int) -> Tensor:
+    """`embedded` [group, b, npos] read off at `positions` [group, b, band]."""
+    below = positions.detach().floor()
+    index = below.long()
+    low = embedded.gather(-1, index)
+    high = embedded.gather(-1, (index + 1).clamp_(max=last))
+    return torch.lerp(low, high, positions - below)
+
+
+def _canonical(gates: Tensor, mass: CanonicalMass, places: Tensor, rows: Tensor) -> Tensor:
+    inside = (places >= mass.start) & (places < mass.stop)
+    counting = ((rows >= mass.first_row) & (rows < mass.last_row))[:, None]
+    total = (gates * inside).sum(-1, keepdim=True)
+    wanted = mass.mass.to(gates)[:, None, None] / total.clamp(min=torch.finfo(gates.dtype).tiny)
+    return torch.where(inside & counting, gates * wanted, gates)
+
+
+def _of_heads(masses: Sequence[CanonicalMass], heads: slice) -> list[CanonicalMass]:
+    return [
+        CanonicalMass(each.start, each.stop, each.first_row, each.last_row, each.mass[heads])
+        for each in masses
+    ]
