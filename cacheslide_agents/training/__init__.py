@@ -1,0 +1,1 @@
+"""Turning a RoPE model into a CoPE model, and calibrating CCPE on it."""

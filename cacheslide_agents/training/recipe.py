@@ -1,0 +1,87 @@
+"""How a conversion is run: everything that its result depends on besides model and text.
+
+In: numbers. Out: a frozen `Recipe`, whose digest binds a checkpoint to the run that wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import cos, pi
+
+from cacheslide_agents.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Attention transfer over `transfer_tokens`, then end-to-end distillation over `distil_tokens`.
+
+    Windows of text have the `lengths`, in tokens, in turn: train at the lengths you serve.
+    `sequences` windows make one step. `adapter_rank` trains low-rank adapters of the attention
+    projections instead of the projections. Learning rates rise over `warmup` of the steps of a
+    phase and fall along a cosine to `floor` of themselves.
+    """
+
+    transfer_tokens: int = 600_000
+    distil_tokens: int = 0
+    lengths: tuple[int, ...] = (1024, 512, 2048)
+    sequences: int = 1
+    npos: int = 64
+    learning_rate: float = 5e-4
+    distil_rate: float = 5e-5
+    embedding_rate: float = 1e-2
+    adapter_rank: int | None = None
+    warmup: float = 0.03
+    floor: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "transfer_tokens": self.transfer_tokens >= 1,
+            "distil_tokens": self.distil_tokens >= 0,
+            "lengths": bool(self.lengths) and all(length >= 16 for length in self.lengths),
+            "sequences": self.sequences >= 1,
+            "npos": self.npos >= 2,
+            "learning_rate": 0.0 < self.learning_rate < 1.0,
+            "distil_rate": 0.0 < self.distil_rate < 1.0,
+            "embedding_rate": 0.0 < self.embedding_rate < 1.0,
+            "adapter_rank": self.adapter_rank is None or self.adapter_rank >= 1,
+            "warmup": 0.0 <= self.warmup < 1.0,
+            "floor": 0.0 <= self.floor <= 1.0,
+            "clip": self.clip > 0.0,
+        }
+        for name, holds in checks.items():
+            if not holds:
+                raise RequestError(f"Recipe({name}={getattr(self, name)!r}) is out of range")
+
+    def steps(self, phase: str) -> int:
+        """Optimizer steps of `transfer` or `distil`."""
+        tokens = self.transfer_tokens if phase == "transfer" else self.distil_tokens
+        per_round = sum(self.lengths) * self.sequences
+        rounds, rest = divmod(tokens, per_round)
+        steps, done = rounds * len(self.lengths), 0
+        for length in self.lengths:
+            if done >= rest:
+                break
+            done += length * self.sequences
+            steps += 1
+        return steps
+
+    def length(self, step: int) -> int:
+        return self.lengths[step % len(self.lengths)]
+
+    def rate(self, step: int, steps: int) -> float:
+        """What a phase's learning rates are multiplied by at `step` of `steps`."""
+        rising = self.warmup * steps
+        if step < rising:
+            return (step + 1) / (rising + 1)
+        done = (step - rising) / max(1.0, steps - rising)
+        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + cos(pi * done))
+
+    def digest(self, *bound_to: Sequence[str]) -> str:
+        """Of this recipe and of what else a run depends on."""
+        text = json.dumps([asdict(self), *bound_to], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,113 @@
+"""The whole job of `cacheslide train`: load, train, measure, write.
+
+In: the base model's name, text files, a recipe, an output folder. Out: the folder with a converted
+model in it, and its card.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheslide_agents.errors import DataError
+from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpoint
+from cacheslide_agents.training.binding import BaseTensor, bind
+from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
+from cacheslide_agents.training.corpus import Corpus, read_texts
+from cacheslide_agents.training.evaluate import HeldOut, evaluate
+from cacheslide_agents.training.recipe import Recipe
+from torch_cacheslide.models import LoadedModel, load_model
+
+ADAPTER, MERGED = "adapter", "model"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Text files are JSONL with a `text` field; `out` keeps the checkpoint and the result.
+
+    `windows` held-out windows are read at each of `eval_lengths` tokens.
+    """
+
+    model: str
+    train_files: Sequence[Path]
+    valid_files: Sequence[Path]
+    out: Path
+    recipe: Recipe
+    device: str = "cpu"
+    dtype: str = "float32"
+    eval_lengths: tuple[int, ...] = (256, 1024, 2048)
+    windows: int = 8
+    checkpoint_every: int = 20
+
+
+def train(job: Job, report: Callable[[Report], None]) -> list[HeldOut]:
+    """Run or resume `job`; the held-out figures stand in the card, too.
+
+    Writes `out/model` (a checkpoint for transformers) and, with `adapter_rank`, `out/adapter`.
+    Raises `DataError` when the output folder holds another run or text is missing, and
+    `ModelLoadError` for the base model.
+    """
+    loaded = load_model(job.model, device=job.device, dtype=job.dtype)
+    teacher: Any = loaded.model
+    bound = bind(teacher)
+    conversion = Conversion(
+        teacher,
+        Corpus(_texts(job.train_files), loaded.tokenizer, job.recipe.seed),
+        job.recipe,
+        _folder(job.out),
+        base_digest=loaded.fingerprint,
+        checkpoint_every=job.checkpoint_every,
+    )
+    for step in conversion:
+        report(step)
+    return _finish(job, loaded, conversion, bound)
+
+
+def _finish(
+    job: Job, loaded: LoadedModel, conversion: Conversion, bound: dict[str, BaseTensor]
+) -> list[HeldOut]:
+    valid = Corpus(_texts(job.valid_files), loaded.tokenizer, seed=0)
+    student = conversion.student
+    held_out = evaluate(loaded.model, student.model, valid.ids, job.eval_lengths, job.windows)
+    card = Card(
+        base=loaded.model_id,
+        recipe=job.recipe,
+        tokens=conversion.tokens,
+        seconds=conversion.seconds,
+        threads=torch.get_num_threads(),
+        held_out=held_out,
+        bound=bound,
+    )
+    if student.rank is not None:
+        save_adapter(student, card, job.out / ADAPTER)
+    save_checkpoint(student.merge(), loaded.tokenizer, card, job.out / MERGED)
+    (job.out / CHECKPOINT).unlink(missing_ok=True)
+    return held_out
+
+
+def _texts(files: Sequence[Path]) -> list[str]:
+    texts = read_texts(files)
+    if not texts:
+        raise DataError(f"no text in {', '.join(map(str, files)) or 'no file'}")
+    return texts
+
+
+def _folder(out: Path) -> Path:
+    if (out / MERGED).exists():
+        raise DataError(f"{out / MERGED} exists already; choose another --out, or remove it")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(out).free
+    except OSError as error:
+        raise DataError(f"{out}: cannot be made ({error})") from error
+    if free < _LEAST_ROOM:
+        raise DataError(f"{out}: {free >> 20} MB are free; a checkpoint may need more")
+    return out
+
+
+_LEAST_ROOM = 1 << 30

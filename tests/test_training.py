@@ -1,0 +1,283 @@
+"""Conversion of a tiny Llama to CoPE: gradients, resumption, artifacts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from cacheslide_agents.errors import DataError, ModelError, ModelLoadError, RequestError
+from cacheslide_agents.training.artifact import Card, apply_adapter, save_adapter
+from cacheslide_agents.training.binding import bind
+from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
+from cacheslide_agents.training.corpus import Corpus, read_texts
+from cacheslide_agents.training.distil import distil
+from cacheslide_agents.training.evaluate import evaluate
+from cacheslide_agents.training.recipe import Recipe
+from cacheslide_agents.training.run import Job, train
+from cacheslide_agents.training.student import Student
+from cacheslide_agents.training.transfer import transfer
+from torch_cacheslide.cope import cope_from_llama, register_cope
+from torch_cacheslide.models import load_model
+
+SUPPORT = Path(__file__).parent / "support"
+IDS = torch.tensor(np.random.default_rng(0).integers(0, 256, 40))
+
+
+@pytest.fixture(scope="module")
+def tiny(support: Callable[[str], ModuleType]) -> Any:
+    return support("tiny_models")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Any) -> Path:
+    found: Path = tiny.write_model(tmp_path_factory.mktemp("base"), initializer_range=0.4)
+    return found
+
+
+@pytest.fixture
+def teacher(folder: Path) -> Any:
+    return load_model(folder).model
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    words = np.random.default_rng(1).choice(["one", "two", "three", "more", "less"], (30, 40))
+    path.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
+    return path
+
+
+def test_a_new_cope_model_attends_by_content_alone_and_shares_the_rest(teacher: Any) -> None:
+    student = cope_from_llama(teacher, npos=8)
+    embeddings = [layer.self_attn.cope_embedding for layer in student.model.layers]
+    assert [tuple(each.shape) for each in embeddings] == [(4, 8, 8)] * 2
+    assert not any(each.any() for each in embeddings)
+    shared = student.model.layers[0].mlp.up_proj.weight
+    assert shared.data_ptr() == teacher.model.layers[0].mlp.up_proj.weight.data_ptr()
+    own = student.model.layers[0].self_attn.q_proj.weight
+    assert own.data_ptr() != teacher.model.layers[0].self_attn.q_proj.weight.data_ptr()
+
+
+def test_transfer_loss_is_the_relative_error_of_each_layer_fed_with_the_teachers_input(
+    teacher: Any,
+) -> None:
+    student = Student(teacher, Recipe(npos=8)).model
+    hidden = teacher.model(IDS[None], output_hidden_states=True).hidden_states
+    wanted = 0.0
+    rope = teacher.model.rotary_emb(hidden[0], torch.arange(len(IDS))[None])
+    still = (torch.ones(1, 1, 1), torch.zeros(1, 1, 1))
+    for layer, other, states in zip(
+        teacher.model.layers, student.model.layers, hidden[:2], strict=True
+    ):
+        normed = layer.input_layernorm(states)
+        target = layer.self_attn(normed, position_embeddings=rope, attention_mask=None)[0]
+        found = other.self_attn(normed, position_embeddings=still, attention_mask=None)[0]
+        error = (found - target).square().sum() / target.square().sum()
+        wanted += float(error.detach()) / 2
+    assert transfer(teacher, student, IDS, share=1.0) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_transfer_gradients_equal_finite_differences(folder: Path) -> None:
+    teacher: Any = load_model(folder, dtype="float64").model
+    student = Student(teacher, Recipe(npos=8)).model
+    weight = student.model.layers[1].self_attn.cope_embedding
+    with torch.no_grad():
+        weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) / 10
+    transfer(teacher, student, IDS, share=0.5)
+    slope = float(weight.grad[2, 3, 1])
+    losses = []
+    for step in (1e-5, -2e-5):
+        with torch.no_grad():
+            weight[2, 3, 1] += step
+        losses.append(transfer(teacher, student, IDS, share=0.5))
+    # the reported loss is the mean over two layers; gradients are of their sum
+    assert slope == pytest.approx(0.5 * 2 * (losses[0] - losses[1]) / 2e-5, rel=1e-4)
+
+
+def test_distillation_is_the_gradient_of_the_mean_divergence(folder: Path) -> None:
+    teacher: Any = load_model(folder, dtype="float64").model
+    student = Student(teacher, Recipe(npos=8)).model
+    weight = student.model.layers[0].self_attn.q_proj.weight
+    loss = distil(teacher, student, IDS, share=0.25)
+    split = weight.grad.clone()
+    weight.grad = None
+    p = torch.log_softmax(teacher(IDS[None]).logits[0], dim=-1)
+    q = torch.log_softmax(student(IDS[None]).logits[0], dim=-1)
+    whole = (p.exp() * (p - q)).sum(-1).mean()
+    (whole * 0.25).backward()
+    assert loss == pytest.approx(float(whole), rel=1e-5)
+    torch.testing.assert_close(split, weight.grad, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_training_brings_the_converted_model_nearer_to_its_original(
+    folder: Path, text: Path, tmp_path: Path, rank: int | None
+) -> None:
+    loaded = load_model(folder)
+    corpus = Corpus(read_texts([text]), loaded.tokenizer, seed=0)
+    recipe = Recipe(
+        transfer_tokens=64 * 60, lengths=(64,), npos=8, adapter_rank=rank, learning_rate=5e-3
+    )
+    untrained = evaluate(
+        loaded.model, Student(loaded.model, recipe).model, corpus.ids, [64], limit=4
+    )
+    conversion = Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b")
+    reports = list(conversion)
+    trained = evaluate(loaded.model, conversion.student.model, corpus.ids, [64], limit=4)
+    assert len(reports) == 60 and conversion.tokens == 64 * 60
+    assert reports[-1].loss < 0.8 * reports[0].loss
+    assert trained[0].kl < untrained[0].kl
+
+
+def test_evaluation_is_the_mean_over_every_predicted_token(teacher: Any) -> None:
+    student = cope_from_llama(teacher, npos=8)
+    ids = np.random.default_rng(2).integers(0, 256, 100)
+    (found,) = evaluate(teacher, student, ids, [40], limit=9)
+    nll, kl = [], []
+    for start in (0, 40):
+        window = torch.from_numpy(ids[start : start + 40])[None]
+        p, q = (m(window).logits[0, :-1].log_softmax(-1) for m in (teacher, student))
+        nll.append(-q.gather(1, window[0, 1:, None]).mean())
+        kl.append((p.exp() * (p - q)).sum(-1).mean())
+    assert found.windows == 2
+    assert found.nll == pytest.approx(float(sum(nll)) / 2, rel=1e-5)
+    assert found.kl == pytest.approx(float(sum(kl)) / 2, rel=1e-3)
+
+
+def test_twenty_kills_later_the_weights_are_those_of_an_undisturbed_run(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    script = str(SUPPORT / "train_in_pieces.py")
+    kills = {}
+    for name, count in (("whole", 0), ("pieces", 20)):
+        arguments = [str(folder), str(text), str(tmp_path / name), str(count), "7"]
+        done = subprocess.run(
+            [sys.executable, script, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        kills[name] = int(done.stdout.split()[-1])
+    assert kills["whole"] == 0 and kills["pieces"] == 20
+    whole, pieces = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "pieces")
+    )
+    assert whole.keys() == pieces.keys()
+    assert all(torch.equal(whole[name], pieces[name]) for name in whole)
+
+
+def nothing(_: Report) -> None:
+    pass
+
+
+@pytest.fixture
+def trained(folder: Path, text: Path, tmp_path: Path) -> Path:
+    recipe = Recipe(transfer_tokens=320, lengths=(32,), npos=8, adapter_rank=2)
+    train(Job(str(folder), [text], [text], tmp_path / "out", recipe, eval_lengths=(32,)), nothing)
+    return tmp_path / "out"
+
+
+def test_adapter_and_checkpoint_are_the_same_model(trained: Path, teacher: Any) -> None:
+    register_cope()
+    merged = AutoModelForCausalLM.from_pretrained(trained / "model")
+    adapted = apply_adapter(teacher, trained / "adapter")
+    # the adapter is stored in bfloat16
+    torch.testing.assert_close(
+        adapted(IDS[None]).logits, merged(IDS[None]).logits, rtol=0, atol=2e-2
+    )
+    assert Card.read(trained / "adapter").tokens == 320
+    assert not (trained / CHECKPOINT).exists()
+
+
+def test_an_adapter_refuses_another_base_and_asks_about_another_precision(
+    trained: Path, folder: Path, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = load_model(tiny.write_model(tmp_path / "other", seed=5, initializer_range=0.4)).model
+    with pytest.raises(ModelLoadError, match="another model"):
+        apply_adapter(other, trained / "adapter")
+    rounded = load_model(folder, dtype="bfloat16").model
+    with pytest.raises(ModelLoadError, match="another precision"):
+        apply_adapter(rounded, trained / "adapter")
+    assert apply_adapter(rounded, trained / "adapter", other_precision=True) is not None
+    assert "another precision" in caplog.text
+
+
+def test_weights_that_are_not_finite_are_not_written(
+    trained: Path, teacher: Any, tmp_path: Path
+) -> None:
+    student = Student(teacher, Recipe(npos=8, adapter_rank=2))
+    next(iter(student.trained.values())).data[0] = torch.nan
+    with pytest.raises(ModelError, match="not finite"):
+        save_adapter(student, Card.read(trained / "adapter"), tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
+def test_a_folder_that_holds_another_run_is_refused(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    loaded = load_model(folder)
+    corpus = Corpus(read_texts([text]), loaded.tokenizer, seed=0)
+    recipe = Recipe(transfer_tokens=640, lengths=(32,), npos=8)
+    started = iter(
+        Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b", checkpoint_every=1)
+    )
+    next(started)
+    changed = Recipe(transfer_tokens=640, lengths=(32,), npos=8, learning_rate=1e-3)
+    with pytest.raises(DataError, match="another recipe"):
+        next(iter(Conversion(loaded.model, corpus, changed, tmp_path, base_digest="b")))
+    (tmp_path / CHECKPOINT).write_bytes(b"torn")
+    with pytest.raises(DataError, match="cannot be read"):
+        next(iter(Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b")))
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": 3}', '{"text": ""}', '{"other": "x"}'])
+def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"bad\.jsonl:2"):
+        read_texts([path])
+
+
+@pytest.mark.parametrize(
+    "change", [{"transfer_tokens": 0}, {"lengths": ()}, {"lengths": (4,)}, {"npos": 1}]
+)
+def test_a_recipe_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(change))):
+        Recipe(**change)
+
+
+def test_steps_cover_the_tokens_and_the_rate_rises_and_falls() -> None:
+    recipe = Recipe(transfer_tokens=1000, lengths=(100, 50), warmup=0.25, floor=0.1)
+    assert recipe.steps("transfer") == 13  # six rounds of 150 and 100 more
+    rates = [recipe.rate(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(1 / 26) and max(rates) == pytest.approx(1.0)
+    assert rates[-1] == pytest.approx(0.1, abs=0.001)
+    assert rates.index(max(rates)) == 25
+
+
+def test_windows_depend_on_seed_and_number_alone(folder: Path, text: Path) -> None:
+    tokenizer = load_model(folder).tokenizer
+    texts = read_texts([text])
+    first, again, other = (Corpus(texts, tokenizer, seed) for seed in (0, 0, 1))
+    assert np.array_equal(first.window(7, 30), again.window(7, 30))
+    assert not np.array_equal(first.window(7, 30), first.window(8, 30))
+    assert not np.array_equal(first.window(7, 30), other.window(7, 30))
+    with pytest.raises(DataError, match="a window needs"):
+        first.window(0, 10**6)
+
+
+def test_binding_names_every_attention_projection(teacher: Any) -> None:
+    assert len(bind(teacher)) == 2 * 4
