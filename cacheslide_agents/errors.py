@@ -6,11 +6,14 @@ CacheSlideError
 │   ├── TokenizerError       a tokenizer is missing or does not fit
 │   └── ContextOverflowError the prompt does not fit the model's window
 ├── RequestError             a parameter of one request is out of range
+├── RequestTimeoutError      an answer took longer than the request allowed
 ├── ModelError               a model cannot be used
 │   ├── ModelNotFoundError   no such alias, folder or hub id
 │   ├── ModelLoadError       files are missing, truncated or hold non-finite weights
 │   └── UnsupportedModelError  architecture, position scheme or layer type we do not handle
 ├── BackendError             unknown or closed backend, or one whose packages are not installed
+│   └── ServerError          a model server refused, failed, fell silent or went away
+├── StoreError               a page store cannot be opened or written: locked, full, newer format
 ├── DataError                benchmark or input data is missing or malformed
 └── ReuseError               reuse of one request went wrong; always answered by dense prefill
     ├── PageError            a cached page is missing, torn or foreign
@@ -60,6 +63,17 @@ class RequestError(CacheSlideError):
     pass
 
 
+class RequestTimeoutError(CacheSlideError, TimeoutError):
+    """The answer was not whole after `seconds`, and was given up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(
+            f"the answer was not whole after {seconds:g} s and was given up; raise `timeout` or "
+            "lower `max_tokens`"
+        )
+
+
 class ModelError(CacheSlideError):
     pass
 
@@ -77,6 +91,26 @@ class UnsupportedModelError(ModelError):
 
 
 class BackendError(CacheSlideError):
+    pass
+
+
+class ServerError(BackendError):
+    """A model server refused, failed, fell silent or went away.
+
+    `status`: the HTTP status, `None` without one. `partial`: the text that had come until then, in
+    `pieces` pieces; most servers send one piece per token.
+    """
+
+    def __init__(
+        self, message: str, *, status: int | None = None, partial: str = "", pieces: int = 0
+    ) -> None:
+        self.status = status
+        self.partial = partial
+        self.pieces = pieces
+        super().__init__(message)
+
+
+class StoreError(CacheSlideError):
     pass
 
 

@@ -1,0 +1,187 @@
+"""Answers from any server that speaks OpenAI's chat completions: vLLM, SGLang, llama.cpp, ...
+
+In: LangChain messages and settings. Out: LangChain's chunks and results. Chunk plans go only to a
+server whose `/cacheslide/status` asks for them; every other server sees plain requests, and the
+receipt says that reuse is off.
+
+The HTTP client honours the environment's proxies (`HTTP_PROXY`, `HTTPS_PROXY`, `ALL_PROXY`), so
+list a local server in `NO_PROXY`, and `OPENAI_CUSTOM_HEADERS`; OpenAI's own keys, organisation and
+project are never sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from pydantic import SecretStr
+
+from cacheslide_agents.errors import CacheSlideError
+from langchain_cacheslide.remote_answer import result_of, usage_of
+from langchain_cacheslide.remote_call import Call, Cut, cut_by_characters, plain, prepared
+from langchain_cacheslide.remote_errors import ServerConnectionError, failure
+from langchain_cacheslide.remote_receipt import NO_RECEIPT, receipt_in, receipt_without
+from langchain_cacheslide.remote_server import Server
+
+
+class RemoteChat:
+    """A server's model behind LangChain's words. Safe to call from threads and event loops.
+
+    `model=None` takes the only model the server has. `timeout`: seconds a server may stay silent
+    (`None`: the client's default, ten minutes). Refused and broken connections, 408, 409, 429 and
+    5xx are tried again up to `max_retries` times, not once an answer has begun. `cut` finds the
+    chunks for a plan; one that encodes with the server's own tokenizer binds plans to token ids.
+
+    Settings: `temperature`, `max_tokens`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
+    `stop`, `logprobs`, `top_logprobs`, `n`, `namespace`, `task`, `session`, `reuse`, `policy`. One
+    that is absent or `None` is left to the server, and so are `top_k`, `min_p` and
+    `repetition_penalty` at their off values. Every failure is a `CacheSlideError`, mostly a
+    `ServerError`, whose `partial` keeps the text of an answer that broke off.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: SecretStr | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        max_retries: int = 2,
+        *,
+        cut: Cut = cut_by_characters,
+    ) -> None:
+        self._server = Server(base_url, api_key, model, timeout, max_retries)
+        self._cut = cut
+
+    def __repr__(self) -> str:
+        return f"RemoteChat({self._server.url!r})"
+
+    @property
+    def model(self) -> str:
+        """The model's name; asks the server if none was given."""
+        return self._server.facts().model
+
+    def stream(
+        self,
+        messages: Sequence[BaseMessage],
+        settings: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> Iterator[ChatGenerationChunk]:
+        """The answer as it comes; closing the generator closes the connection."""
+        call = self._call(messages, settings, tools, tool_choice, response_format, stream=True)
+        with self._failures(call):
+            events = self._server.client().chat.completions.create(**call.arguments)
+            with cast(Any, events):
+                for event in events:
+                    if (chunk := call.add(event)) is not None:
+                        yield chunk
+            yield self._end(call)
+
+    async def astream(
+        self,
+        messages: Sequence[BaseMessage],
+        settings: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        """As `stream`; cancelling the task closes the connection, too."""
+        given = (messages, settings, tools, tool_choice, response_format)
+        # Asking for the model and cutting a long prompt would hold up the event loop.
+        call = await asyncio.to_thread(self._call, *given, stream=True)
+        with self._failures(call):
+            client = self._server.aclient()
+            events = await client.chat.completions.create(**call.arguments)
+            async with cast(Any, events):
+                async for event in events:
+                    if (chunk := call.add(event)) is not None:
+                        yield chunk
+            yield await asyncio.to_thread(self._end, call)
+
+    def generate(
+        self,
+        messages: Sequence[BaseMessage],
+        settings: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> ChatResult:
+        """The whole answer, or all `n` of them."""
+        call = self._call(messages, settings, tools, tool_choice, response_format, stream=False)
+        with self._failures(call):
+            answer = self._server.client().chat.completions.create(**call.arguments)
+            return self._result(call, plain(answer))
+
+    async def agenerate(
+        self,
+        messages: Sequence[BaseMessage],
+        settings: Mapping[str, Any],
+        tools: Sequence[Any] | None = None,
+        tool_choice: Any = None,
+        response_format: Mapping[str, Any] | None = None,
+    ) -> ChatResult:
+        """As `generate`; cancelling the task closes the connection."""
+        given = (messages, settings, tools, tool_choice, response_format)
+        call = await asyncio.to_thread(self._call, *given, stream=False)
+        with self._failures(call):
+            client = self._server.aclient()
+            answer = await client.chat.completions.create(**call.arguments)
+            return await asyncio.to_thread(self._result, call, plain(answer))
+
+    def _call(self, *given: Any, stream: bool) -> Call:
+        return prepared(self._server.facts(), self._cut, *given, stream=stream)
+
+    def _end(self, call: Call) -> ChatGenerationChunk:
+        answer = call.answer
+        if answer.finish_reason is None:
+            raise ServerConnectionError(
+                f"the server at {self._server.url} ended the stream without a finish reason after "
+                f"{answer.pieces} pieces ({len(answer.text)} characters); the text is in the "
+                "error's `partial`",
+                partial=answer.text,
+                pieces=answer.pieces,
+            )
+        receipt, own = self._receipt(call, answer.facts)
+        usage = usage_of(answer.facts.get("usage"), receipt if own else None)
+        return answer.end(receipt, usage)
+
+    def _result(self, call: Call, answer: dict[str, Any]) -> ChatResult:
+        receipt, own = self._receipt(call, answer)
+        result = result_of(answer, receipt, usage_of(answer.get("usage"), receipt if own else None))
+        if not result.generations:
+            raise ValueError("the answer holds no choices")
+        return result
+
+    def _receipt(self, call: Call, answer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """The receipt, and whether it is the server's own."""
+        if not call.reason:
+            found = receipt_in(answer) or self._server.receipt(str(answer.get("id")))
+            if found is not None:
+                return found, True
+        reason = call.reason or NO_RECEIPT
+        exact = bool(call.reason)
+        return receipt_without(reason, answer, exact=exact, ttft_s=call.ttft_s), False
+
+    @contextmanager
+    def _failures(self, call: Call) -> Iterator[None]:
+        """Whatever comes out of the client in here leaves as a `ServerError`."""
+        try:
+            yield
+        except CacheSlideError:
+            raise
+        except Exception as error:
+            ours = failure(
+                error,
+                url=self._server.url,
+                secret=self._server.api_key,
+                knobs=call.knobs,
+                partial=call.answer.text,
+                pieces=call.answer.pieces,
+            )
+            # The client's own error holds the request with its key, and the server's words as is.
+            raise ours from None

@@ -1,0 +1,173 @@
+"""A server's answer in LangChain's words.
+
+In: chat completions and the events of a stream, as plain mappings. Out: `ChatGenerationChunk`s, of
+which the last carries usage, finish reason and receipt, or a whole `ChatResult`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from langchain_core.exceptions import OutputParserException
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import ToolCall, ToolCallChunk
+from langchain_core.messages.tool import tool_call_chunk as make_chunk
+from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+Receipt = Mapping[str, Any]
+
+
+@dataclass
+class StreamedAnswer:
+    """Turns the events of one stream into LangChain's chunks, and remembers what came.
+
+    `facts`: the answer's id, model, usage and `kv_transfer_params`, as far as they were sent.
+    """
+
+    text: str = ""
+    pieces: int = 0
+    finish_reason: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, event: Mapping[str, Any]) -> ChatGenerationChunk | None:
+        """`None` for an event that says nothing new: the role, the end, the usage."""
+        named = ("id", "model", "usage", "kv_transfer_params")
+        self.facts |= {name: event[name] for name in named if event.get(name)}
+        choices = event.get("choices") or ()
+        if not choices:
+            return None
+        choice = choices[0]
+        delta: Mapping[str, Any] = choice.get("delta") or {}
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        content, extra = delta.get("content") or "", _extra(delta)
+        calls = [_call_chunk(*numbered) for numbered in enumerate(delta.get("tool_calls") or ())]
+        if not (content or calls or extra or choice.get("logprobs")):
+            return None
+        self.pieces += 1
+        self.text += content if isinstance(content, str) else ""
+        message = AIMessageChunk(
+            content=content,
+            additional_kwargs=extra,
+            tool_call_chunks=calls,
+            response_metadata=_logprobs(choice),
+            id=self.facts.get("id"),
+        )
+        return ChatGenerationChunk(message=message)
+
+    def end(self, receipt: Receipt, usage: UsageMetadata | None) -> ChatGenerationChunk:
+        """The last chunk: no text, all metadata."""
+        metadata = _metadata(self.finish_reason, self.facts, receipt)
+        message = AIMessageChunk(
+            content="",
+            response_metadata=metadata,
+            usage_metadata=usage,
+            id=self.facts.get("id"),
+            chunk_position="last",
+        )
+        generation_info = {"finish_reason": self.finish_reason}
+        return ChatGenerationChunk(message=message, generation_info=generation_info)
+
+
+def result_of(
+    answer: Mapping[str, Any], receipt: Receipt, usage: UsageMetadata | None
+) -> ChatResult:
+    """All n answers of one request; usage, which the server counts once, stands in the first."""
+    generations = []
+    for place, choice in enumerate(answer.get("choices") or ()):
+        reason = choice.get("finish_reason")
+        message = _message(choice.get("message") or {})
+        message.response_metadata = _logprobs(choice) | _metadata(reason, answer, receipt)
+        message.usage_metadata = None if place else usage
+        message.id = answer.get("id") if not place else None
+        info = {"finish_reason": reason}
+        generations.append(ChatGeneration(message=message, generation_info=info))
+    return ChatResult(generations=generations, llm_output={"model_name": answer.get("model")})
+
+
+def usage_of(given: Mapping[str, Any] | None, receipt: Receipt | None) -> UsageMetadata | None:
+    """Token counts, `None` if the server sent none.
+
+    `receipt`, when it is the server's own, says what was reused and so what was newly stored;
+    without one, `cache_read` is what the server's prefix cache served, if it says so.
+    """
+    if not given:
+        return None
+    prompt, output = int(given.get("prompt_tokens") or 0), int(given.get("completion_tokens") or 0)
+    if receipt is not None:
+        reused = int(receipt["reused_tokens"])
+        details = InputTokenDetails(cache_read=reused, cache_creation=max(0, prompt - reused))
+    else:
+        read = cached_tokens(given)
+        details = InputTokenDetails() if read is None else InputTokenDetails(cache_read=read)
+    usage = UsageMetadata(
+        input_tokens=prompt,
+        output_tokens=output,
+        total_tokens=prompt + output,
+        input_token_details=details,
+    )
+    thought = (given.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    if thought is not None:
+        usage["output_token_details"] = OutputTokenDetails(reasoning=thought)
+    return usage
+
+
+def cached_tokens(usage: Mapping[str, Any]) -> int | None:
+    """What the server's own prefix cache served; `None` if it does not say."""
+    count = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    return None if count is None else int(count)
+
+
+def _metadata(
+    finish_reason: str | None, facts: Mapping[str, Any], receipt: Receipt
+) -> dict[str, Any]:
+    return {
+        "finish_reason": finish_reason,
+        "model_name": facts.get("model"),
+        "cacheslide": dict(receipt),
+    }
+
+
+def _message(given: Mapping[str, Any]) -> AIMessage:
+    calls: list[ToolCall] = []
+    invalid: list[InvalidToolCall] = []
+    for call in given.get("tool_calls") or ():
+        try:
+            parsed: Any = parse_tool_call(call, return_id=True)
+            if not isinstance(parsed["args"], dict):
+                raise OutputParserException("arguments must be a JSON object")
+            calls.append(parsed)
+        except OutputParserException as error:
+            invalid.append(make_invalid_tool_call(call, str(error)))
+    return AIMessage(
+        content=given.get("content") or "",
+        additional_kwargs=_extra(given),
+        tool_calls=calls,
+        invalid_tool_calls=invalid,
+    )
+
+
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Thoughts, under either of the names servers use, and refusals."""
+    thought = given.get("reasoning_content") or given.get("reasoning")
+    extra = {"reasoning_content": thought, "refusal": given.get("refusal")}
+    return {name: value for name, value in extra.items() if value}
+
+
+def _logprobs(choice: Mapping[str, Any]) -> dict[str, Any]:
+    return {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
+
+
+def _call_chunk(place: int, call: Mapping[str, Any]) -> ToolCallChunk:
+    """Some servers leave out the index: a call then is numbered by its place in the event."""
+    function = call.get("function") or {}
+    index = call.get("index")
+    return make_chunk(
+        name=function.get("name"),
+        args=function.get("arguments"),
+        id=call.get("id"),
+        index=place if index is None else index,
+    )

@@ -1,0 +1,140 @@
+"""One call as the body of an OpenAI chat completion.
+
+In: LangChain messages, settings, tools. Out: the keyword arguments of the `openai` client's
+`chat.completions.create`. A plain server never sees a field that OpenAI's API does not have,
+except for the sampling settings it was explicitly asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
+from langchain_core.utils.function_calling import convert_to_openai_tool
+
+from cacheslide_agents.errors import PromptError, RequestError
+
+KNOBS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Settings beyond OpenAI's API under vLLM's names, with the value that switches each off."""
+
+_STANDARD = ("temperature", "max_tokens", "top_p", "seed")
+_MODES = ("auto", "none", "required")
+_NOT_SENT = frozenset({"tool_call", "tool_use", "function_call", "reasoning", "thinking"})
+"""Blocks that repeat `tool_calls`, or hold thoughts, which are not sent again."""
+
+
+def body_of(
+    messages: Sequence[BaseMessage],
+    settings: Mapping[str, Any],
+    *,
+    tools: Sequence[Any] | None = None,
+    tool_choice: Any = None,
+    response_format: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The body but for `model`, `stream` and the chunk plan; `None` leaves a setting to the server.
+
+    Raises `PromptError` for no messages and for text that is not Unicode, `RequestError` for a tool
+    choice that names no tool.
+    """
+    if not messages:
+        raise PromptError("the prompt has no messages; give at least one")
+    body: dict[str, Any] = {"messages": [as_openai(message) for message in messages]}
+    for place, message in enumerate(body["messages"]):
+        _expect_unicode(place, message["content"])
+    body |= {name: settings[name] for name in _STANDARD if settings.get(name) is not None}
+    if (stop := settings.get("stop")) is not None and len(stop):
+        body["stop"] = [stop] if isinstance(stop, str) else list(stop)
+    if (settings.get("n") or 1) > 1:
+        body["n"] = settings["n"]
+    body |= _logprobs(settings)
+    if tools:
+        body["tools"] = [convert_to_openai_tool(tool) for tool in tools]
+        if tool_choice is not None:
+            body["tool_choice"] = _choice(tool_choice, body["tools"])
+    if response_format is not None:
+        body["response_format"] = dict(response_format)
+    return body
+
+
+def knobs_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings beyond OpenAI's API that are switched on."""
+    given = {name: settings.get(name) for name in KNOBS}
+    return {
+        name: value for name, value in given.items() if value is not None and value != KNOBS[name]
+    }
+
+
+def as_openai(message: BaseMessage) -> dict[str, Any]:
+    """`message` in OpenAI's form, its text in one piece.
+
+    Servers join text blocks each in its own way; text that is joined here is the text whose chunks
+    were counted. Blocks that are not text (images) are left to LangChain's own conversion.
+    """
+    content = message.content
+    if not isinstance(content, str):
+        blocks = [block for block in content if not _is_left_out(block)]
+        texts = [block if isinstance(block, str) else block.get("text") for block in blocks]
+        said = [text for text in texts if isinstance(text, str)]
+        content = "".join(said) if len(said) == len(blocks) else blocks
+    # Not a copy of `message`: LangChain's converter reads tool calls from its content, too.
+    (converted,) = convert_to_openai_messages([message.model_copy(update={"content": content})])
+    result: dict[str, Any] = dict(converted)
+    if isinstance(message, AIMessage) and message.invalid_tool_calls:
+        result["tool_calls"] = [*result.get("tool_calls", []), *_unreadable(message)]
+    return result
+
+
+def _expect_unicode(place: int, content: Any) -> None:
+    """Half a surrogate pair cannot be sent in any encoding; images are left to the server."""
+    try:
+        (content if isinstance(content, str) else "").encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"message {place} holds half a surrogate pair at character {error.start}, which is "
+            "not Unicode; clean the text"
+        ) from None
+
+
+def _unreadable(message: AIMessage) -> list[dict[str, Any]]:
+    """Calls whose arguments are no JSON go back as they came: a tool message answers each."""
+    return [
+        {
+            "type": "function",
+            "id": call["id"],
+            "function": {"name": call["name"] or "", "arguments": call["args"] or ""},
+        }
+        for call in message.invalid_tool_calls
+    ]
+
+
+def _is_left_out(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in _NOT_SENT
+
+
+def _logprobs(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`logprobs` may be a switch, as in OpenAI's API, or a number of alternatives, as in ours."""
+    wanted, top = settings.get("logprobs"), settings.get("top_logprobs")
+    if not isinstance(wanted, bool) and wanted is not None:
+        top = wanted if top is None else top
+        wanted = True
+    if not wanted and not top:
+        return {}
+    return {"logprobs": True} if top is None else {"logprobs": True, "top_logprobs": top}
+
+
+def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """LangChain's words for a tool choice in OpenAI's."""
+    if isinstance(choice, Mapping):
+        return dict(choice)
+    if isinstance(choice, bool):
+        return "required" if choice else "none"
+    names = [tool["function"]["name"] for tool in tools]
+    if choice in names:
+        return {"type": "function", "function": {"name": choice}}
+    if choice == "any":
+        return "required"
+    if choice in _MODES:
+        return choice
+    known = ", ".join([*_MODES, "any", *names])
+    raise RequestError(f"tool_choice={choice!r} names no tool of this call; known: {known}")

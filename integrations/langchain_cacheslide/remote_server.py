@@ -1,0 +1,171 @@
+"""One server: the connections to it, and what it is.
+
+In: base URL, key, timeout, retries. Out: `openai` clients, and the server's `Facts`, asked once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+from weakref import WeakKeyDictionary
+
+from pydantic import SecretStr
+
+from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError
+from cacheslide_agents.prompt.wire_plan import PLAN_VERSION
+from langchain_cacheslide.remote_errors import failure
+from langchain_cacheslide.remote_receipt import NO_PLUGIN, checked
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI, RequestOptions
+
+_NO_KEY = "none"
+_ASIDE_S = 5.0
+"""Longest wait for what is not the answer itself: the status and the receipts."""
+_ASK_AGAIN_S = 60.0
+"""After a status that could not be had, seconds until it is asked for again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`model`: the name to send. `reason`: why no plan is sent; empty if plans are welcome."""
+
+    model: str
+    reason: str
+
+
+class Server:
+    """Safe to call from several threads and event loops. Connections end with their request.
+
+    So nothing is left open for an event loop to outlive, and nothing needs closing; a handshake
+    per request is nothing beside a prefill.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: SecretStr | None,
+        model: str | None,
+        timeout: float | None,
+        max_retries: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = _checked_url(base_url)
+        self.api_key = api_key
+        self._model = model
+        self._options: dict[str, Any] = {"base_url": self.url, "max_retries": max_retries}
+        if timeout is not None:
+            self._options["timeout"] = timeout
+        # Per request: a copy of a client would read OpenAI's variables anew.
+        self._aside: RequestOptions = {
+            "timeout": min(timeout or _ASIDE_S, _ASIDE_S),
+            "max_retries": 0,
+        }
+        self._clock = clock
+        self._lock, self._asking = Lock(), Lock()
+        self._client: OpenAI | None = None
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = (
+            WeakKeyDictionary()
+        )
+        self._status: tuple[str, float] | None = None
+
+    def client(self) -> OpenAI:
+        with self._lock:
+            if self._client is None:
+                self._client = self._made(_openai().OpenAI)
+            return self._client
+
+    def aclient(self) -> AsyncOpenAI:
+        """The client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if loop not in self._clients:
+                self._clients[loop] = self._made(_openai().AsyncOpenAI)
+            return self._clients[loop]
+
+    def facts(self) -> Facts:
+        """Asked from the server at the first call. Raises when it cannot name one model."""
+        client = self.client()
+        with self._asking:
+            if self._model is None:
+                self._model = self._only_model(client)
+            if self._status is None or self._clock() >= self._status[1]:
+                self._status = self._asked_status(client)
+            return Facts(self._model, self._status[0])
+
+    def receipt(self, answer_id: str) -> dict[str, Any] | None:
+        """The receipt of an answer that did not bring it along; `None` if it cannot be had."""
+        try:
+            path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
+            return checked(self.client().get(path, cast_to=object, options=self._aside))
+        except Exception:
+            return None
+
+    def _made(self, kind: Any) -> Any:
+        """A client that sends nothing of what the environment holds for OpenAI itself."""
+        key = self.api_key.get_secret_value() if self.api_key else ""
+        client = kind(
+            api_key=key or _NO_KEY, default_headers={"Connection": "close"}, **self._options
+        )
+        client.organization = client.project = None
+        return client
+
+    def _only_model(self, client: OpenAI) -> str:
+        try:
+            names = [model.id for model in client.models.list().data or ()]
+        except Exception as error:
+            raise failure(error, url=self.url, secret=self.api_key) from None
+        if len(names) == 1:
+            return names[0]
+        listed = ", ".join(map(repr, sorted(names)[:20])) or "none"
+        raise ModelNotFoundError(
+            f"the server at {self.url} serves {len(names)} models: {listed}; say which with `model`"
+        )
+
+    def _asked_status(self, client: OpenAI) -> tuple[str, float]:
+        """Why no plan is sent ("" if one is), and until when that is taken for true."""
+        import openai
+
+        try:
+            status = client.get("/cacheslide/status", cast_to=object, options=self._aside)
+        except openai.APIStatusError as error:
+            sure = error.status_code < 500 and error.status_code != 429
+            return NO_PLUGIN, float("inf") if sure else self._clock() + _ASK_AGAIN_S
+        except Exception:
+            return NO_PLUGIN, self._clock() + _ASK_AGAIN_S
+        versions = status.get("plan_versions") if isinstance(status, Mapping) else None
+        if not isinstance(versions, list):
+            return NO_PLUGIN, float("inf")
+        if PLAN_VERSION in versions:
+            return "", float("inf")
+        return f"the server reads plan versions {versions}, not {PLAN_VERSION}", float("inf")
+
+
+def _openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise BackendError(
+            "base_url needs the package `openai`, which is not installed; "
+            "pip install 'cacheslide-agents[remote]'"
+        ) from error
+    return openai
+
+
+def _checked_url(url: str) -> str:
+    """`url` without a trailing slash; it may appear in messages, so it may hold no secret."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise RequestError(
+            "base_url must start with http:// or https:// and name a host, "
+            "as in http://127.0.0.1:8000/v1"
+        )
+    if parts.username or parts.password or parts.query:
+        raise RequestError("base_url must hold no user, password or query; use api_key for secrets")
+    return url.rstrip("/")
