@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,24 +19,30 @@ from cacheslide_agents.errors import DataError, RequestError
 def report(
     results: Annotated[Path, typer.Argument(help="JSON written by `cacheslide bench`.")],
     page: Annotated[bool, typer.Option("--page", help="Markdown with what it means.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a frontier study into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a study into this file.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """Show an earlier run."""
     from cacheslide_agents.bench import markdown, plot_frontier, read_results, table
+    from cacheslide_agents.bench.episode_report import plot_episodes
     from cacheslide_agents.bench.results import read_json
 
     if page and (as_json or plot):
         raise RequestError("--page stands alone: leave out --json and --plot")
+    study = read_json(results)
+    episodes = study.get("study") == "episodes"
     if plot is not None:
         try:
-            plot_frontier(read_json(results), plot)
+            (plot_episodes if episodes else plot_frontier)(study, plot)
         except (OSError, ValueError) as error:
             raise DataError(f"{plot} cannot be drawn: {error}") from error
         if as_json:
             emit({"plot": str(plot)})
         else:
             notes().print(f"written to {plot}")
+        return
+    if episodes:
+        _episodes(study, page=page, as_json=as_json)
         return
     found = read_results(results)
     if as_json:
@@ -45,3 +51,14 @@ def report(
         print(markdown(found))
     else:
         screen().print(table(found))
+
+
+def _episodes(study: dict[str, Any], *, page: bool, as_json: bool) -> None:
+    from cacheslide_agents.bench.episode_report import episodes_markdown, episodes_table
+
+    if as_json:
+        emit(study["points"])
+    elif page:
+        print(episodes_markdown(study), end="")
+    else:
+        screen().print(episodes_table(study))

@@ -1,0 +1,105 @@
+"""The bounded shell: what commands can do, and what they cannot, on this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cacheslide_agents.errors import RequestError
+from langchain_cacheslide.agents.shell import Confinement, Result, Shell
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    return Shell(folder, timeout_s=15.0)
+
+
+def needs(held: bool) -> None:
+    if not held:
+        pytest.skip("this kernel does not let this user confine processes so")
+
+
+def test_commands_run_in_the_folder_and_report_their_exit_code(shell: Shell) -> None:
+    done = shell.run("echo one > a; cat a; pwd; exit 3")
+    assert done == Result(3, f"one\n{shell.folder}\n")
+    assert str(done) == f"one\n{shell.folder}\n(exit code 3)"
+
+
+def test_environment_of_the_caller_stays_with_the_caller(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", "hidden")
+    seen = shell.run("env").output
+    assert "hidden" not in seen
+    assert f"HOME={shell.folder}\n" in seen
+
+
+def test_time_that_runs_out_ends_the_command_and_all_it_started(shell: Shell) -> None:
+    done = Shell(shell.folder, timeout_s=1.0).run("sleep 50 & echo started; sleep 50")
+    assert (done.code, done.output) == (None, "started\n")
+
+
+def test_long_output_keeps_its_start_and_its_end(shell: Shell) -> None:
+    done = Shell(shell.folder, output_chars=100).run("seq 1 5000")
+    first, note, last = done.output.split("\n[... ")[0], "left out ...]", done.output[-50:]
+    assert "".join(f"{n}\n" for n in range(1, 5001)).startswith(first)
+    assert last == "".join(f"{n}\n" for n in range(1, 5001))[-50:]
+    assert note in done.output
+    assert len(done.output) < 200
+
+
+def test_output_without_end_is_dropped_while_it_comes(shell: Shell) -> None:
+    done = Shell(shell.folder, timeout_s=1.0, output_chars=10).run("yes")
+    assert done.code is None
+    assert len(done.output) < 100
+
+
+def test_memory_and_file_size_are_bounded(shell: Shell) -> None:
+    small = Shell(shell.folder, memory_bytes=256 << 20, file_bytes=4096)
+    assert "MemoryError" in small.run("python -c 'bytearray(1 << 30)'").output
+    small.run("head -c 100000 /dev/zero > big")
+    assert (shell.folder / "big").stat().st_size == 4096
+
+
+def test_nothing_outside_the_folder_can_be_made_changed_or_removed(
+    shell: Shell, tmp_path: Path
+) -> None:
+    needs(shell.confinement.writes)
+    kept = tmp_path / "kept"
+    kept.write_text("as it was")
+    shell.run(f"echo x > {tmp_path}/new; echo x > {kept}; rm {kept}; mv {kept} here; ln {kept} l")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "work"]
+    assert kept.read_text() == "as it was"
+    assert shell.run("echo x > a && mv a b && rm b && echo > /dev/null").code == 0
+
+
+def test_no_network_is_in_reach(shell: Shell) -> None:
+    needs(shell.confinement.network)
+    code = "import socket; socket.create_connection(('192.0.2.1', 9), 5)"
+    assert "unreachable" in shell.run(f'python -c "{code}"').output
+
+
+def test_processes_that_leave_the_group_die_with_their_command(shell: Shell) -> None:
+    needs(shell.confinement.processes)
+    shell.run("setsid sleep 271828 & echo")
+    commands = (Path("/proc") / pid / "cmdline" for pid in os.listdir("/proc") if pid.isdigit())
+    assert not [one for one in commands if one.exists() and b"271828" in one.read_bytes()]
+
+
+def test_confinement_is_told_in_words() -> None:
+    assert str(Confinement(False, False, False)) == "limits only"
+    told = str(Confinement(network=True, processes=False, writes=True))
+    assert told == "no network, no writes outside its folder"
+
+
+def test_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="make it first"):
+        Shell(tmp_path / "nowhere")
+
+
+def test_nul_in_a_command_is_an_answer_and_no_error(shell: Shell) -> None:
+    assert shell.run("echo \0").code == 126
