@@ -91,6 +91,27 @@ def test_one_query_may_see_all_keys() -> None:
     torch.testing.assert_close(attend(given, last)[1, 0], by_formula(given, 299, 1))
 
 
+def test_keys_that_a_row_does_not_see_neither_count_nor_answer() -> None:
+    query, key, value, embedding = inputs(2, 1, 600, 8)
+    seen = torch.rand(3, 600, generator=torch.Generator().manual_seed(0)) < 0.6
+    seen[:, 599] = True
+    rows = torch.tensor([599, 599, 599])
+    found = contextual_attention(
+        query[:, :3], key, value, embedding, rows, scale=8**-0.5, seen=seen
+    )
+    for number in range(3):
+        kept = seen[number]
+        alone = contextual_attention(
+            query[:, number, None],
+            key[:, kept],
+            value[:, kept],
+            embedding,
+            kept.sum()[None] - 1,
+            scale=8**-0.5,
+        )
+        torch.testing.assert_close(found[:, number], alone[:, 0])
+
+
 def test_gradients_equal_finite_differences() -> None:
     query, key, value, embedding = (each.requires_grad_() for each in inputs(2, 1, 5, 4, npos=4))
     rows = torch.arange(5)

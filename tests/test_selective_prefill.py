@@ -46,7 +46,8 @@ from cacheslide_agents.policies.work import Work
 from cacheslide_agents.position.rotary import Rotary
 from cacheslide_agents.selection import Affinity, CkSimGate, Everything, KeyCosine, KeyDeviation
 from torch_cacheslide.attention import ATTENTION_NAME, register_attention
-from torch_cacheslide.runtime import Prompted, Runtime
+from torch_cacheslide.prompted import Prompted
+from torch_cacheslide.runtime import Runtime
 from torch_cacheslide.stack import DecoderStack
 
 VOCABULARY = 211
@@ -296,8 +297,9 @@ def test_a_nan_in_the_store_is_answered_by_dense_prefill() -> None:
     policy = CacheSlide(may_decline=False)
     rig.populate(BEFORE, policy)
     (context,) = rig.runtime.store.find(rig.turn(BEFORE, Recompute()).key)
-    with torch.inference_mode():
-        rig.runtime.store.load(context, 3)[1][:, 100] = float("nan")
+    layers = [rig.runtime.store.load(context, at) for at in range(rig.runtime.stack.layers)]
+    layers[3][1][:, 100] = float("nan")
+    assert rig.runtime.store.put(context, layers)
     turn = rig.turn(LONGER, policy)
     assert turn.receipt.outcome == "fallback" and "finite" in turn.receipt.reason
     assert turn.receipt.reused_tokens == 0 and turn.receipt.exact

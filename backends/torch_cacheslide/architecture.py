@@ -13,7 +13,14 @@ from typing import Any
 from cacheslide_agents.errors import ModelLoadError, UnsupportedModelError
 from cacheslide_agents.position.rotary import Rotary
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mpt", "cope_llama")
+_MPT_NEEDS: dict[str, Any] = {
+    "attn_type": "multihead_attention",
+    "alibi": True,
+    "prefix_lm": False,
+    "qk_ln": False,
+}
+"""What transformers computes whatever the config says, so that the config must say it."""
 
 
 def check_model_type(config: Mapping[str, Any], folder: Path) -> None:
@@ -39,6 +46,9 @@ def check_layers(config: Any, folder: Path) -> None:
 
     Rotary parameters that are no numbers are a `ModelLoadError`.
     """
+    if config.model_type == "mpt":
+        _check_mpt(config, folder)
+        return
     window = _active_window(config)
     if window is not None:
         raise UnsupportedModelError(
@@ -52,6 +62,17 @@ def check_layers(config: Any, folder: Path) -> None:
             "backend; use a checkpoint whose layers all have full attention"
         )
     _check_rotary(config, folder)
+
+
+def _check_mpt(config: Any, folder: Path) -> None:
+    found = {name: getattr(config.attn_config, name) for name in _MPT_NEEDS}
+    found["logit_scale"] = config.logit_scale
+    for name, needed in {**_MPT_NEEDS, "logit_scale": None}.items():
+        if found[name] != needed:
+            raise UnsupportedModelError(
+                f"{folder}: an MPT model with {name}={found[name]!r} is not handled by the torch "
+                f"backend; it runs those with {needed!r}"
+            )
 
 
 def _check_rotary(config: Any, folder: Path) -> None:

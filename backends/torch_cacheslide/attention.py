@@ -7,6 +7,7 @@ which keys. Out: the attention output per row. Rows are prompt indices; the mask
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from cacheslide_agents.pages.slots import SlotMap
+from cacheslide_agents.position.contextual import contextual_attention
+
 ATTENTION_NAME = "cacheslide"
 UNIT_ROWS, BLOCK_ROWS = 32, 256
 """Rows the kernels like to see together: at least, and at most."""
@@ -26,16 +30,42 @@ TOLERATED_WASTE = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query rows [start, stop) of the batch attend to keys [0, keys), under `mask` or causally."""
+    """Query rows [start, stop) of the batch see slots [first, keys), under `mask` or causally."""
 
     start: int
     stop: int
     keys: int
     mask: Tensor | None
     causal: bool = False
+    first: int = 0
 
 
 Layout = tuple[Block, ...]
+
+
+class Layouts:
+    """How ascending prompt indices `rows` attend: by default in order, elsewhere in moved layers.
+
+    `slots` says which layers keep corrected rows in fresh slots; `None` where none can.
+    """
+
+    def __init__(
+        self, rows: npt.NDArray[np.int64], device: torch.device, slots: SlotMap | None = None
+    ) -> None:
+        self._rows, self._device, self._slots = rows, device, slots
+
+    def of(self, layer: int) -> Layout:
+        moved = self._slots is not None and self._slots.moved(layer)
+        return self._apart if moved else self.in_order
+
+    @cached_property
+    def in_order(self) -> Layout:
+        return row_layout(self._rows, self._device)
+
+    @cached_property
+    def _apart(self) -> Layout:
+        assert self._slots is not None
+        return slot_layout(self._rows, self._slots, self._device)
 
 
 def row_layout(rows: npt.NDArray[np.int64], device: torch.device) -> Layout:
@@ -58,6 +88,19 @@ def row_layout(rows: npt.NDArray[np.int64], device: torch.device) -> Layout:
     return tuple(blocks)
 
 
+def slot_layout(rows: npt.NDArray[np.int64], slots: SlotMap, device: torch.device) -> Layout:
+    """The same over slots as they lie in a layer that moved, for rows [r] of one request."""
+    index = torch.from_numpy(rows).to(device)
+    blocks = []
+    for start, stop in pairwise(_borders(rows)):
+        first, end = slots.seen(int(rows[stop - 1]))
+        owners = slots.owners(first, end)
+        everything = bool((owners <= rows[start]).all())
+        seen = torch.from_numpy(owners).to(device)[None, :] <= index[start:stop, None]
+        blocks.append(Block(start, stop, end, None if everything else seen, first=first))
+    return tuple(blocks)
+
+
 def _borders(rows: npt.NDArray[np.int64]) -> list[int]:
     """Where to cut ascending `rows` into blocks so that little of their work is masked out."""
     seen = np.concatenate([[0], np.cumsum(rows + 1)])
@@ -74,7 +117,8 @@ def _borders(rows: npt.NDArray[np.int64]) -> list[int]:
 def attention_pairs(layout: Layout) -> int:
     """Query-key pairs the kernels look at: what attention costs, the cost model's second term."""
     return sum(
-        (block.stop - block.start) * block.keys // (2 if block.causal else 1) for block in layout
+        (block.stop - block.start) * (block.keys - block.first) // (2 if block.causal else 1)
+        for block in layout
     )
 
 
@@ -86,14 +130,22 @@ def attend(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layout: Layout,
+    layout: Layouts,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Queries [1, heads, rows, head_dim], keys [1, kv_heads, capacity, head_dim].
 
     Returns [1, rows, heads, head_dim]. `layout` comes through the layer's keyword arguments.
     """
-    outputs = [_attend_block(query, key, value, scaling, block) for block in layout]
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    embedding = getattr(module, "cope_embedding", None)
+    outputs = [
+        _attend_block(query, key, value, scaling, block)
+        if embedding is None
+        else _attend_contextually(query, key, value, embedding, scaling, block)
+        for block in layout.of(layer)
+    ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return output.transpose(1, 2), None
 
@@ -101,7 +153,8 @@ def attend(
 def _attend_block(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, block: Block
 ) -> Tensor:
-    keys, values = key[:, :, : block.keys], value[:, :, : block.keys]
+    slots = slice(block.first, block.keys)
+    keys, values = key[:, :, slots], value[:, :, slots]
     if block.mask is not None and keys.is_cuda:  # the memory-efficient kernel takes masks, not GQA
         groups = query.shape[1] // key.shape[1]
         keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))
@@ -114,6 +167,26 @@ def _attend_block(
         scale=scaling,
         enable_gqa=keys.shape[1] != query.shape[1],
     )
+
+
+def _attend_contextually(
+    query: Tensor, key: Tensor, value: Tensor, embedding: Tensor, scaling: float, block: Block
+) -> Tensor:
+    """CoPE counts keys in their order, which is that of the slots unless corrected rows moved."""
+    start, stop, keys = block.start, block.stop, block.keys
+    rows = torch.arange(keys - (stop - start), keys, device=query.device)
+    if block.mask is not None:
+        rows = torch.full_like(rows, keys - 1)
+    attended = contextual_attention(
+        query[0, :, start:stop],
+        key[0, :, :keys],
+        value[0, :, :keys],
+        embedding,
+        rows,
+        scale=scaling,
+        seen=block.mask,
+    )
+    return attended[None]
 
 
 def register_attention() -> None:

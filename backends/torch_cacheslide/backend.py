@@ -7,12 +7,12 @@ queue; one worker thread answers them in order.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from cacheslide_agents.backend import (
@@ -28,15 +28,19 @@ from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.cost import CostModel
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
+from cacheslide_agents.position.contextual import Contextual
 from torch_cacheslide.attention import ATTENTION_NAME, register_attention
-from torch_cacheslide.decode import decode
 from torch_cacheslide.engine import Engine, Job
+from torch_cacheslide.families import position_of, stack_of, window_of
+from torch_cacheslide.idle import IdleWork
+from torch_cacheslide.ids import check_ids
+from torch_cacheslide.load import Decoupling, Loading
 from torch_cacheslide.models import load_model
-from torch_cacheslide.runtime import Prompted, Runtime
-from torch_cacheslide.sampling import Sampler
-from torch_cacheslide.stack import DecoderStack
-from torch_cacheslide.text import TextStream
+from torch_cacheslide.prompted import Prompted
+from torch_cacheslide.remember import Refresh
+from torch_cacheslide.runtime import Runtime
+from torch_cacheslide.writing import Writer
 
 GIB = 1 << 30
 MOST_THREADS = 1024
@@ -44,12 +48,19 @@ MOST_THREADS = 1024
 
 
 class TorchBackend:
-    """Answers prompts with a transformers decoder of the Llama, Mistral, Qwen2 or Qwen3 family.
+    """Answers prompts with a transformers decoder: Llama, Mistral, Qwen2, Qwen3 or MPT.
 
     `model` is a local folder, a hub id or an alias (`smollm2-135m`). `device` defaults to CUDA
     where there is one; `dtype` to float32 on the CPU and bfloat16 on CUDA. `store_bytes` bounds its
     own page store; a `store` that is given stays the giver's, and `close` leaves it as it is.
     `threads` sets torch's intra-op threads for the whole process.
+
+    `prefetch` layers are loaded ahead of computation (0: none, `None`: by what gains); `decoupling`
+    lets a layer start before its load is done (`load.Decoupling`). With `refresh="corrected"` the
+    tokens a turn recomputes replace the stored ones, with `"never"` they do not. `guard_every=n`
+    has every n-th reuse checked against a dense run, in idle time; a kind of prompt whose reuse is
+    more than `guard_budget` nats from dense on the mean is answered densely until a check succeeds.
+    Off by default, for benchmarks; `policies.guard.SUGGESTED_EVERY` is a sensible value.
     """
 
     def __init__(
@@ -62,7 +73,15 @@ class TorchBackend:
         policy: Policy | None = None,
         store: PageStore | None = None,
         store_bytes: int = 4 * GIB,
+        prefetch: int | None = None,
+        decoupling: bool | str = True,
+        refresh: str = "corrected",
+        guard_every: int | None = None,
+        guard_budget: float = DEFAULT_BUDGET,
     ) -> None:
+        loading = Loading(prefetch, Decoupling.of(decoupling))
+        refreshing = Refresh.of(refresh)
+        guard = QualityGuard(guard_every, guard_budget) if guard_every is not None else None
         if threads is not None:
             _set_threads(threads)
         register_attention()
@@ -70,29 +89,46 @@ class TorchBackend:
         dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
         loaded = load_model(model, device=device, dtype=dtype, attn_implementation=ATTENTION_NAME)
         config = loaded.model.config
-        stack = DecoderStack(loaded.model)
+        stack = stack_of(loaded.model)
         self.tokenizer: Any = loaded.tokenizer
         self.model_id: str = loaded.model_id
         self.path = loaded.path
         self.fingerprint: str = loaded.fingerprint
         self.layers: int = stack.layers
         self.device = stack.device
-        self.max_model_len = int(config.max_position_embeddings)
+        self.dtype = stack.dtype
+        self.max_model_len = window_of(config)
         self.store: PageStore = store if store is not None else MemoryStore(store_bytes)
         self._owns_store = store is None
         self._vocabulary = int(config.vocab_size)
-        self._eos = _eos_ids(loaded.model, loaded.tokenizer)
+        ends = _eos_ids(loaded.model, loaded.tokenizer)
+        self._writer = Writer(loaded.tokenizer, self._vocabulary, ends)
         self._policy: Policy = policy if policy is not None else CacheSlide()
         cost = CostModel.from_config(config)
-        rotary = Rotary.from_config(config)
-        self._runtime = Runtime(stack, rotary, self.store, cost, loaded.fingerprint)
+        rotary = position_of(config)
+        if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
+            raise RequestError(
+                "decoupling='slots' puts keys out of their order, which CoPE counts; use 'late'"
+            )
+        self._runtime = Runtime(
+            stack,
+            rotary,
+            self.store,
+            cost,
+            loaded.fingerprint,
+            loading=loading,
+            refresh=refreshing,
+            guard=guard,
+        )
         self._engine = Engine(f"cacheslide-{self.model_id}")
+        self._idle = IdleWork(self._runtime, self._engine, self._policy)
         self._counts: dict[str, float] = {}
         self._counts_lock = Lock()
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
         self._check(request)
+        self._writer.check(request)
         return self._engine.stream(lambda job: self._answer(request, job))
 
     def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
@@ -102,7 +138,7 @@ class TorchBackend:
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
-        self._check(request, room=self._check_ids("continuation_ids", continuation_ids))
+        self._check(request, room=check_ids("continuation_ids", continuation_ids, self._vocabulary))
         (scores,) = self._engine.stream(lambda job: self._score(request, continuation_ids, job))
         return cast(Scores, scores)
 
@@ -118,11 +154,16 @@ class TorchBackend:
         self.store.unpin(session)
 
     def refresh(self, session: str) -> None:
-        """A hint this backend does not act on yet: the next dense turn refreshes."""
+        """Have the session's newest context computed densely, when no request waits."""
+        self._idle.refresh(session)
+
+    def settle(self, timeout: float | None = None) -> bool:
+        """Wait until idle work (refreshes, guard checks) is done; false after `timeout` seconds."""
+        return self._engine.settle(timeout)
 
     def metrics(self) -> Mapping[str, float]:
         with self._counts_lock:
-            return {**self._counts, **self.store.metrics()}
+            return {**self._counts, **self._idle.metrics(), **self.store.metrics()}
 
     def close(self) -> None:
         self._engine.close()
@@ -132,36 +173,20 @@ class TorchBackend:
     def _answer(self, request: GenerationRequest, job: Job) -> None:
         queued = perf_counter()
         limit = min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
-        with torch.inference_mode():
-            prompted = self._runtime.prefill(request, self._policy_of(request), limit)
-            continuation = prompted.continuation(self._runtime)
-            steps = decode(
-                prompted.prefilled.logits[-1],
-                continuation,
-                Sampler(request.sampling),
-                TextStream(
-                    self.tokenizer,
-                    request.sampling.stop,
-                    request.sampling.stop_token_ids,
-                    () if request.sampling.ignore_eos else self._eos,
-                ),
-                max_tokens=limit,
-                cancelled=job.cancelled.is_set,
-            )
+        decoding = self._writer.decoding(request, limit)
+        with self._prefilled(request, limit * decoding.width) as prompted:
+            growth = prompted.growth(self._runtime, decoding.width)
             receipt: Receipt | None = None
-            for step in steps:
+            for step in decoding.steps(prompted.prefilled.logits[-1], growth, job.cancelled.is_set):
                 receipt = receipt or self._timed(prompted, job, queued)
-                last = receipt if step.finish_reason else None
-                ids, reason = (step.token,), step.finish_reason
-                job.emit(GenerationChunk(0, step.text, ids, None, reason, last))
+                job.emit(step.chunk(receipt))
             if request.retain:
-                self._runtime.remember(prompted, continuation.tokens)
+                self._runtime.remember(prompted, growth.keep(decoding.tip))
         self._count(prompted.receipt)
 
     def _score(self, request: GenerationRequest, continuation: Sequence[int], job: Job) -> None:
         queued = perf_counter()
-        with torch.inference_mode():
-            prompted = self._runtime.prefill(request, self._policy_of(request), len(continuation))
+        with self._prefilled(request, len(continuation)) as prompted:
             receipt = self._timed(prompted, job, queued)
             logits = prompted.prefilled.logits
             if len(continuation) > 1:
@@ -173,11 +198,20 @@ class TorchBackend:
 
     def _warm(self, request: GenerationRequest) -> None:
         policy = self._policy_of(request)
-        with torch.inference_mode():
-            if policy.population is Population.ISOLATED:
+        if policy.population is Population.ISOLATED:
+            with torch.inference_mode():
                 self._runtime.populate_chunks(request, policy)
-            elif policy.population is Population.CONTEXT:
-                self._runtime.remember(self._runtime.prefill(request, policy, room=0), [])
+        elif policy.population is Population.CONTEXT:
+            with self._prefilled(request, room=0) as prompted:
+                self._runtime.remember(prompted, [])
+
+    @contextmanager
+    def _prefilled(self, request: GenerationRequest, room: int) -> Iterator[Prompted]:
+        """Its prompt, prefilled; what it reuses is held until the end of the block."""
+        policy = self._policy_of(request)
+        with torch.inference_mode(), self._runtime.prefill(request, policy, room) as prompted:
+            self._idle.after(prompted)
+            yield prompted
 
     def _timed(self, prompted: Prompted, job: Job, queued: float) -> Receipt:
         return replace(
@@ -193,31 +227,9 @@ class TorchBackend:
         return policy
 
     def _check(self, request: GenerationRequest, room: int = 1) -> None:
-        count = self._check_ids("prompt_ids", request.prompt_ids)
+        count = check_ids("prompt_ids", request.prompt_ids, self._vocabulary)
         if count + room > self.max_model_len:
             raise ContextOverflowError(count, self.max_model_len, room)
-        if request.grammar is not None:
-            raise RequestError("grammar-constrained decoding is not built yet; leave grammar unset")
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> int:
-        """How many they are. Numbers that are not whole would be cut off without a word."""
-        try:
-            array = np.asarray(ids)
-        except ValueError:  # rows of different lengths
-            array = np.array(None)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
-            raise RequestError(f"{name} must be one flat sequence of integer token ids")
-        if not array.size:
-            raise RequestError(f"{name} is empty; give at least one token")
-        if array.dtype.kind == "O" and not all(isinstance(each, int) for each in ids):
-            raise RequestError(f"{name} must be one flat sequence of integer token ids")
-        low, high = array.min(), array.max()
-        if low < 0 or high >= self._vocabulary:
-            raise RequestError(
-                f"{name} holds {low if low < 0 else high}, outside the vocabulary of "
-                f"{self._vocabulary}; is this the model's own tokenizer?"
-            )
-        return len(array)
 
     def _count(self, receipt: Receipt) -> None:
         with self._counts_lock:

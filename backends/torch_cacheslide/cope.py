@@ -13,11 +13,13 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.masking_utils import sdpa_mask
 
 from cacheslide_agents.errors import UnsupportedModelError
 from cacheslide_agents.position.contextual import contextual_attention
@@ -101,6 +103,7 @@ def _is_causal(mask: Tensor, keys: int) -> bool:
 def register_cope() -> None:
     """Make `cope_llama` known to transformers' Auto classes; safe to call again."""
     AttentionInterface.register(COPE_ATTENTION, attend_contextually)
+    AttentionMaskInterface.register(COPE_ATTENTION, sdpa_mask)
     AutoConfig.register(CopeLlamaConfig.model_type, CopeLlamaConfig, exist_ok=True)
     AutoModelForCausalLM.register(CopeLlamaConfig, CopeLlamaForCausalLM, exist_ok=True)
 

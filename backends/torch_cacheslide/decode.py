@@ -1,34 +1,34 @@
-"""Decoding: one token after another on top of a prefilled working cache.
+"""Decoding: tokens on top of a prefilled working cache.
 
-In: the logits after the prompt, a sampler, a text stream with its stop rules. Out: tokens with the
-text they completed, and why it ended.
+In: the tokens of an answer, as they are chosen. Out: logits after each of them. `Branches` does the
+same for several answers at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cacheslide_agents.backend import FinishReason
-from cacheslide_agents.position.rotary import Rotary
-from torch_cacheslide.attention import row_layout
+from cacheslide_agents.position.base import Position
 from torch_cacheslide.cache import WorkingCache
-from torch_cacheslide.sampling import Sampler
 from torch_cacheslide.stack import DecoderStack
-from torch_cacheslide.text import TextStream
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One generated token. `text` is what became certain with it; the last step has a reason."""
+class Growth(Protocol):
+    """Where the keys and values of generated tokens go."""
 
-    token: int
-    text: str
-    finish_reason: FinishReason | None = None
+    def grow(self, tokens: Sequence[int], tips: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """One token [b] for every answer that goes on after row `tips` [b].
+
+        Returns logits [b, vocabulary] and the rows of the new tokens.
+        """
+
+    def keep(self, tip: int) -> list[int]:
+        """The tokens up to row `tip`, which now lie right behind the prompt."""
 
 
 class Continuation:
@@ -40,7 +40,7 @@ class Continuation:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Rotary,
+        rotary: Position,
         cache: WorkingCache,
         *,
         length: int,
@@ -51,42 +51,27 @@ class Continuation:
         self.tokens: list[int] = []
         cache.correction = None
 
-    def append(self, tokens: list[int]) -> Tensor:
+    def append(self, tokens: Sequence[int]) -> Tensor:
         """Run `tokens` [t] through the layers; logits [t, vocabulary] after each of them."""
         count, device = len(tokens), self._stack.device
         rows = np.arange(self._row, self._row + count, dtype=np.int64)
         positions = torch.arange(self._position, self._position + count, device=device)
         cos, sin = self._rotary.cos_sin(positions, self._stack.dtype)
-        layout = row_layout(rows, device)
+        self._cache.place(self._row, positions)
         self._cache.set_rows(rows)
+        layouts = self._cache.layouts
         hidden = self._stack.embed(torch.tensor(tokens, device=device))
         for layer in range(self._stack.layers):
-            hidden = self._stack.layer(layer, hidden, (cos[None], sin[None]), self._cache, layout)
+            hidden = self._stack.layer(layer, hidden, (cos[None], sin[None]), self._cache, layouts)
         self._row += count
         self._position += count
         self.tokens += tokens
         return self._stack.logits(hidden)
 
+    def grow(self, tokens: Sequence[int], tips: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """For a single answer, which always goes on after its last token."""
+        return self.append(tokens), [self._row - 1]
 
-def decode(
-    logits: Tensor,
-    continuation: Continuation,
-    sampler: Sampler,
-    stream: TextStream,
-    *,
-    max_tokens: int,
-    cancelled: Callable[[], bool],
-) -> Iterator[Step]:
-    """Yields at least one step; the last one carries the finish reason and the held-back text."""
-    for count in range(1, max_tokens + 1):
-        token = sampler.next_token(logits)
-        text, stopped = stream.push(token)
-        if stopped:
-            yield Step(token, text, "stop")
-            return
-        if count == max_tokens or cancelled():
-            reason: FinishReason = "length" if count == max_tokens else "cancelled"
-            yield Step(token, text + stream.flush(), reason)
-            return
-        yield Step(token, text)
-        logits = continuation.append([token])[-1]
+    def keep(self, tip: int) -> list[int]:
+        """All of them are one answer's."""
+        return self.tokens

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from typing import Any, Protocol
+from copy import copy
+from typing import Any, Protocol, Self
 
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerBase
@@ -18,10 +19,14 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    """Text that became certain with a token, and at the end whatever is left."""
+    """Text that became certain with a token, and at the end whatever is left.
+
+    `fork` gives another text that begins like this one.
+    """
 
     def push(self, token: int) -> str: ...
     def flush(self) -> str: ...
+    def fork(self) -> Self: ...
 
 
 def detokenizer_of(tokenizer: PreTrainedTokenizerBase) -> Detokenizer:
@@ -36,7 +41,7 @@ class ByteLevelDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         self._byte_of = _byte_letters()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -47,6 +52,12 @@ class ByteLevelDetokenizer:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def fork(self) -> Self:
+        twin = copy(self)
+        twin._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        twin._utf8.setstate(self._utf8.getstate())
+        return twin
 
     def _bytes(self, piece: str | None) -> bytes:
         """Added tokens may hold letters that spell no byte; then the piece is plain text."""
@@ -66,7 +77,7 @@ class WindowDetokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
-        self._special = _special_ids(tokenizer)
+        self._special = special_ids(tokenizer)
         self._window: list[int] = []
         self._settled = 0  # leading characters of the window's text that were handed out
 
@@ -90,6 +101,11 @@ class WindowDetokenizer:
         self._window, self._settled = [], 0
         return fresh
 
+    def fork(self) -> Self:
+        twin = copy(self)
+        twin._window = self._window.copy()
+        return twin
+
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(
             tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -97,7 +113,7 @@ class WindowDetokenizer:
         return text
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """What `skip_special_tokens` skips: every added token marked special, named or not."""
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     marked = (token_id for token_id, token in added.items() if token.special)

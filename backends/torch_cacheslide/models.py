@@ -23,6 +23,7 @@ from transformers import (
 from cacheslide_agents.errors import ModelLoadError
 from torch_cacheslide.architecture import check_layers, check_model_type
 from torch_cacheslide.checkpoint import read_config, tensor_entries
+from torch_cacheslide.cope import register_cope
 from torch_cacheslide.fingerprint import fingerprint
 from torch_cacheslide.locate import locate
 from torch_cacheslide.quiet import quiet
@@ -68,6 +69,7 @@ def load_model(
     folder = locate(name)
     raw_config = read_config(folder)
     check_model_type(raw_config, folder)
+    register_cope()
     config = _read(AutoConfig, folder, "config.json cannot be used")
     check_layers(config, folder)
     tensor_entries(folder)

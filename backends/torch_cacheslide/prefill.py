@@ -1,13 +1,13 @@
 """Selective prefill: one planned prompt through the layers, active rows only.
 
 In: a `Plan` (what is reused from where, which rows are active). Out: the logits of the last prompt
-token, a filled working cache, and what it cost. Layer by layer: cached keys and values of the layer
-are loaded and rotated to their new place, the active rows are computed and overwrite theirs.
+token, a filled working cache, and what it cost. Layer by layer: cached keys and values are loaded
+and rotated to their new place (`load`), the active rows are computed and overwrite theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
@@ -18,22 +18,33 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.pages.base import PageStore
-from cacheslide_agents.policies.base import Plan, PlannedRun
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.pages.loader import Loader
+from cacheslide_agents.policies.base import Plan
+from cacheslide_agents.position.base import Position
 from cacheslide_agents.selection.base import LayerSelector
-from torch_cacheslide.attention import Layout, attention_pairs, row_layout
+from torch_cacheslide.attention import attention_pairs
 from torch_cacheslide.cache import WorkingCache
 from torch_cacheslide.correction import Correction
+from torch_cacheslide.load import Decoupling, Loading, RunLoad
 from torch_cacheslide.stack import DecoderStack
 
 Rows = npt.NDArray[np.int64]
+
+
+Interrupt = Callable[[], None]
+"""Called between layers; what it raises ends the prefill."""
+
+
+def go_on() -> None:
+    """Nothing interrupts."""
 
 
 @dataclass
 class Prefilled:
     """`logits` [1, vocabulary]; `active` the rows of the last layer; `rows_per_layer` what ran.
 
-    `finite` holds if neither the logits nor anything loaded held NaN or infinity.
+    `finite` holds if neither the logits nor anything loaded held NaN or infinity. Loading overlaps
+    with computing: the prefill took `compute_s` plus `wait_s`, the part of `load_s` that did not.
     """
 
     logits: Tensor
@@ -42,6 +53,7 @@ class Prefilled:
     pairs: int = 0
     load_s: float = 0.0
     compute_s: float = 0.0
+    wait_s: float = 0.0
     finite: bool = True
     residuals: dict[int, Tensor] = field(default_factory=dict)
 
@@ -52,42 +64,62 @@ class SelectivePrefill:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Rotary,
+        rotary: Position,
         store: PageStore,
         plan: Plan,
         cache: WorkingCache,
         *,
+        loading: Loading | None = None,
         residual_layers: Collection[int] = (),
+        interrupt: Interrupt = go_on,
     ) -> None:
         self._stack, self._store, self._plan, self._cache = stack, store, plan, cache
         self._device = stack.device
         positions = torch.from_numpy(plan.positions).to(self._device)
-        self._rotary = rotary
+        cache.place(0, positions)
         self._cos, self._sin = rotary.cos_sin(positions, stack.dtype)
+        self._load = RunLoad(plan, store, rotary, (self._cos, self._sin), cache)
+        self._loading = loading or Loading()
         self._residual_layers = frozenset(residual_layers)
+        self._interrupt = interrupt
         self._reserve: Rows = np.zeros(0, dtype=np.int64)
         self._corrected: Rows = np.zeros(0, dtype=np.int64)
-        # attention kernels may turn NaN into plausible numbers, so what is loaded is summed up
-        self._loaded = torch.zeros((), dtype=torch.float32, device=self._device)
         self._done = Prefilled(torch.empty(0), np.zeros(0, dtype=np.int64))
 
     def run(self) -> Prefilled:
+        """`ReuseError` when a page cannot be loaded; whatever `interrupt` raises between layers."""
         started = perf_counter()
+        loader = self._loading.loader(
+            self._load, self._plan, self._store, self._stack.layers, self._device
+        )
+        self._cache.loader = loader
+        try:
+            hidden = self._layers(loader)
+        finally:
+            loader.close()
+            self._cache.loader = None
+        done = self._done
+        done.logits = self._stack.logits(hidden[:, -1:])
+        done.active = self._rows
+        done.finite = bool(done.logits.isfinite().all() & self._load.total.isfinite())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        done.load_s, done.wait_s = loader.load_s, loader.wait_s
+        done.compute_s = perf_counter() - started - done.wait_s
+        return done
+
+    def _layers(self, loader: Loader) -> Tensor:
         hidden = self._start()
         for layer in range(self._stack.layers):
-            self._load(layer)
+            self._interrupt()
+            loader.enter(layer)
+            if self._loading.decoupling is Decoupling.OFF:
+                loader.wait(layer)
             hidden = self._compute(layer, hidden)
             if layer in self._residual_layers:
                 self._done.residuals[layer] = hidden[0]
             hidden = self._after(layer, hidden)
-        self._done.logits = self._stack.logits(hidden[:, -1:])
-        self._done.active = self._rows
-        sound = self._done.logits.isfinite().all() & self._loaded.isfinite()
-        self._done.finite = bool(sound)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._done.compute_s = perf_counter() - started - self._done.load_s
-        return self._done
+        return hidden
 
     def keys_at(self, rows: Rows, last_layer: int) -> Tensor:
         """Position-free keys [rows, kv_heads, head_dim] that `rows` alone get at `last_layer`."""
@@ -115,7 +147,6 @@ class SelectivePrefill:
         self._rows = rows
         index = torch.from_numpy(rows).to(self._device)
         self._cos_sin = self._cos[index][None], self._sin[index][None]
-        self._layout: Layout = row_layout(rows, self._device)
         self._cache.set_rows(rows)
 
     def _embed(self, rows: Rows) -> Tensor:
@@ -123,33 +154,10 @@ class SelectivePrefill:
 
     def _compute(self, layer: int, hidden: Tensor) -> Tensor:
         self._done.rows_per_layer.append(len(self._rows))
-        self._done.pairs += attention_pairs(self._layout)
-        return self._stack.layer(layer, hidden, self._cos_sin, self._cache, self._layout)
-
-    def _load(self, layer: int) -> None:
-        started = perf_counter()
-        narrow = self._plan.narrow
-        limit = self._plan.head if narrow and layer <= narrow.layer else len(self._plan.ids)
-        for planned in self._plan.runs:
-            if planned.run.start < limit:
-                self._place(layer, planned, limit)
-        self._done.load_s += perf_counter() - started
-
-    def _place(self, layer: int, planned: PlannedRun, limit: int) -> None:
-        """Cached keys of one run, rotated to where it now stands, and its values."""
-        run = planned.run
-        stop = min(run.stop, limit)
-        there = slice(run.cached_start, run.cached_start + stop - run.start)
-        keys, values = self._store.load(planned.source, layer)
-        self._rotary.rotate(
-            keys[:, there],
-            self._cos[run.start : stop],
-            self._sin[run.start : stop],
-            out=self._cache.keys[layer][:, run.start : stop],
-        )
-        self._cache.values[layer][:, run.start : stop] = values[:, there]
-        for part in (keys, values):
-            self._loaded += part[:, there].sum(dtype=torch.float32)
+        layouts = self._cache.layouts
+        hidden = self._stack.layer(layer, hidden, self._cos_sin, self._cache, layouts)
+        self._done.pairs += attention_pairs(layouts.of(layer))
+        return hidden
 
     def _after(self, layer: int, hidden: Tensor) -> Tensor:
         if layer + 1 == self._stack.layers:
@@ -197,6 +205,7 @@ class SelectivePrefill:
             batch=torch.from_numpy(batch).to(self._device),
             watch=self._plan.policy.gate is not None,
         )
+        self._cache.keep_apart(self._corrected, prompt=len(self._plan.ids))
 
     def _pass_gate(self, layer: int, hidden: Tensor) -> Tensor:
         """Rows the gate removes leave for good; the next ranked take their places."""

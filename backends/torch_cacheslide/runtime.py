@@ -1,13 +1,13 @@
 """One request on the worker thread: plan, prefill (or fall back to dense), remember.
 
 In: a `GenerationRequest` and its policy. Out: a `Prompted` request whose working cache is filled,
-ready to decode or score. Whatever goes wrong inside reuse is answered by dense prefill.
+ready to decode or score. Whatever goes wrong inside reuse is answered by dense prefill; so is what
+the quality guard distrusts.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -15,45 +15,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cacheslide_agents.backend import GenerationRequest, Receipt
+from cacheslide_agents.backend import GenerationRequest, Outcome, Receipt
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import ModelError, NonFiniteError, RequestError
-from cacheslide_agents.pages.base import ContextKey, PageStore
+from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
+from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.policies.base import Plan, Policy, Population
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.draft import Prompt
+from cacheslide_agents.policies.guard import QualityGuard
 from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.position.base import Position
 from torch_cacheslide.cache import Arena, WorkingCache
-from torch_cacheslide.decode import Continuation
-from torch_cacheslide.prefill import Prefilled, SelectivePrefill
-from torch_cacheslide.remember import remember
+from torch_cacheslide.load import Loading, sources_of
+from torch_cacheslide.prefill import Interrupt, Prefilled, SelectivePrefill, go_on
+from torch_cacheslide.prompted import Prompted
+from torch_cacheslide.remember import Refresh, remember
 from torch_cacheslide.stack import DecoderStack
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Prompted:
-    """A prompt that has been prefilled; its cache belongs to the runtime's arena."""
-
-    request: GenerationRequest
-    key: ContextKey
-    plan: Plan
-    prefilled: Prefilled
-    cache: WorkingCache
-    receipt: Receipt
-
-    def continuation(self, runtime: Runtime) -> Continuation:
-        return Continuation(
-            runtime.stack,
-            runtime.rotary,
-            self.cache,
-            length=len(self.plan.ids),
-            position=int(self.plan.positions[-1]) + 1,
-        )
 
 
 class Runtime:
@@ -62,13 +44,19 @@ class Runtime:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Rotary,
+        rotary: Position,
         store: PageStore,
         cost: CostModel,
         fingerprint: str,
+        *,
+        loading: Loading | None = None,
+        refresh: Refresh = Refresh.CORRECTED,
+        guard: QualityGuard | None = None,
     ) -> None:
         self.stack, self.rotary, self.store, self.cost = stack, rotary, store, cost
         self._fingerprint = fingerprint
+        self._loading, self._refresh = loading or Loading(), refresh
+        self.guard = guard
         self._arena = Arena(
             stack.layers, stack.kv_heads, stack.head_dim, dtype=stack.dtype, device=stack.device
         )
@@ -76,31 +64,30 @@ class Runtime:
     def prefill(self, request: GenerationRequest, policy: Policy, room: int) -> Prompted:
         """Prefill the prompt, with space for `room` more tokens."""
         started = perf_counter()
+        plan, lease, declined = None, None, None
         try:
             plan = self._plan(request, policy)
+            lease = self.store.lease(sources_of(plan)) if plan.runs else None
+            if plan.runs and self.guard is not None and self.guard.declines(self._key(request)):
+                declined, plan = plan, _dense(request, policy, "declined", "guard")
             plan_s = perf_counter() - started
-            prefilled, cache = self._run(plan, room)
+            prefilled, cache = self.run(plan, room)
         except (ModelError, RequestError):
+            _release(lease)
             raise
         except Exception as error:  # trouble inside reuse never fails a request
             log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
+            _release(lease)
             plan_s = perf_counter() - started
-            plan = _fallback(request, policy, error)
-            prefilled, cache = self._run(plan, room)
+            plan = _dense(request, policy, "fallback", f"{type(error).__name__}: {error}")
+            prefilled, cache = self.run(plan, room)
         else:
             work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
-            self.cost.observe(work, plan_s + prefilled.load_s + prefilled.compute_s)
-        receipt = build_receipt(
-            plan,
-            request_id=request.request_id,
-            active=prefilled.active,
-            rows_per_layer=prefilled.rows_per_layer,
-            plan_s=plan_s,
-            load_s=prefilled.load_s,
-            compute_s=prefilled.compute_s,
-            peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
+            self.cost.observe(work, plan_s + prefilled.wait_s + prefilled.compute_s)
+        receipt = self._receipt(request, plan, prefilled, cache, plan_s)
+        return Prompted(
+            request, self._key(request), plan, prefilled, cache, receipt, lease, declined
         )
-        return Prompted(request, self._key(request), plan, prefilled, cache, receipt)
 
     def remember(self, prompted: Prompted, generated: list[int]) -> None:
         """Make the prompt and its output the next turn's cached context; trouble is only logged."""
@@ -116,11 +103,27 @@ class Runtime:
                     generated=generated,
                     session=request.session,
                     residuals=prompted.prefilled.residuals or None,
+                    refresh=self._refresh,
+                    lease=prompted.lease if prompted.plan.runs else None,
                 )
             elif policy.population is Population.ISOLATED:
                 self.populate_chunks(request, policy)
         except Exception:  # the answer is out already; only the next turn is slower
             log.warning("request %s: context not kept", request.request_id, exc_info=True)
+
+    def recompute(self, context: StoredContext, policy: Policy, interrupt: Interrupt) -> bool:
+        """Store `context` anew, computed densely; false if the store refused it."""
+        plan = dense_plan(context.ids, context.spans, policy, outcome="cold", reason="refresh")
+        prefilled, cache = self.run(plan, room=0, interrupt=interrupt)
+        return remember(
+            self.store,
+            self.rotary,
+            context.key,
+            plan,
+            cache,
+            session=context.session,
+            residuals=prefilled.residuals or None,
+        )
 
     def populate_chunks(self, request: GenerationRequest, policy: Policy) -> None:
         """Prefill each chunk alone, as CacheBlend and EPIC do; known chunks stay as they are."""
@@ -134,7 +137,7 @@ class Runtime:
             if self.store.find_isolated(key, ids) is not None:
                 continue
             alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
-            _, cache = self._run(alone, room=0)
+            _, cache = self.run(alone, room=0)
             remember(self.store, self.rotary, key, alone, cache, isolated=True)
 
     def _plan(self, request: GenerationRequest, policy: Policy) -> Plan:
@@ -149,6 +152,26 @@ class Runtime:
             self._probe,
         )
 
+    def _receipt(
+        self,
+        request: GenerationRequest,
+        plan: Plan,
+        prefilled: Prefilled,
+        cache: WorkingCache,
+        plan_s: float,
+    ) -> Receipt:
+        return build_receipt(
+            plan,
+            request_id=request.request_id,
+            active=prefilled.active,
+            rows_per_layer=prefilled.rows_per_layer,
+            plan_s=plan_s,
+            load_s=prefilled.load_s,
+            compute_s=prefilled.compute_s,
+            wait_s=prefilled.wait_s,
+            peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
+        )
+
     def _key(self, request: GenerationRequest) -> ContextKey:
         return ContextKey(self._fingerprint, request.namespace, request.task)
 
@@ -159,14 +182,25 @@ class Runtime:
         with torch.inference_mode():
             return prefill.keys_at(rows, layer)
 
-    def _run(self, plan: Plan, room: int) -> tuple[Prefilled, WorkingCache]:
-        cache = WorkingCache(*self._arena.take(len(plan.ids) + room))
+    def run(
+        self, plan: Plan, room: int, interrupt: Interrupt = go_on
+    ) -> tuple[Prefilled, WorkingCache]:
+        """Carry out `plan`. `NonFiniteError` where what is reused is not finite."""
+        spare = self._loading.spare(plan)
+        cache = WorkingCache(*self._arena.take(len(plan.ids) + room + spare), spare)
         gate = plan.policy.gate
         dense = not plan.runs
         inner = self.stack.layers - 1  # after the last layer nothing is promoted
         checkpoints = range(gate.every - 1, inner, gate.every) if gate and dense else ()
         prefill = SelectivePrefill(
-            self.stack, self.rotary, self.store, plan, cache, residual_layers=checkpoints
+            self.stack,
+            self.rotary,
+            self.store,
+            plan,
+            cache,
+            loading=self._loading,
+            residual_layers=checkpoints,
+            interrupt=interrupt,
         )
         with torch.inference_mode():
             prefilled = prefill.run()
@@ -181,6 +215,10 @@ def _ids(request: GenerationRequest) -> npt.NDArray[np.int64]:
     return np.asarray(request.prompt_ids, dtype=np.int64)
 
 
-def _fallback(request: GenerationRequest, policy: Policy, error: Exception) -> Plan:
-    why = f"{type(error).__name__}: {error}"
-    return dense_plan(_ids(request), request.spans, policy, outcome="fallback", reason=why)
+def _dense(request: GenerationRequest, policy: Policy, outcome: Outcome, reason: str) -> Plan:
+    return dense_plan(_ids(request), request.spans, policy, outcome=outcome, reason=reason)
+
+
+def _release(lease: Lease | None) -> None:
+    if lease is not None:
+        lease.release()

@@ -1,7 +1,7 @@
 """From logits to the next token.
 
 In: `Sampling` parameters and the logits of one position. Out: a token id. Filters come in the
-order of transformers' processors: temperature, top-k, top-p.
+order of transformers' processors: temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sampler:
         """
         if self._sampling.temperature == 0.0:
             token = logits.argmax()
-            _check_best(logits[token])
+            check_best(logits[token])
             return int(token)
         probabilities = self.probabilities(logits)
         kept = probabilities.nonzero().squeeze(-1)
@@ -50,11 +50,11 @@ class Sampler:
         fewest most likely tokens whose probabilities reach `top_p`, one at least.
         """
         best = logits.max()
-        _check_best(best)
+        check_best(best)
         # Relative to the best: a tiny temperature sends the others to -inf, not the best to inf.
         temperature = max(self._sampling.temperature, torch.finfo(torch.float32).tiny)
         scores = (logits.float() - best.float()) / temperature
-        return torch.softmax(self._nucleus(self._top(scores)), dim=-1)
+        return self._likely(torch.softmax(self._nucleus(self._top(scores)), dim=-1))
 
     def _top(self, scores: Tensor) -> Tensor:
         k = self._sampling.top_k
@@ -72,6 +72,14 @@ class Sampler:
             inside = self._inside(probabilities, len(scores))
         assert inside is not None
         return torch.full_like(scores, -torch.inf).index_copy_(0, inside, scores[inside])
+
+    def _likely(self, probabilities: Tensor) -> Tensor:
+        """Without the tokens less likely than `min_p` times the likeliest."""
+        if self._sampling.min_p == 0.0:
+            return probabilities
+        least = self._sampling.min_p * probabilities.max()
+        kept = probabilities.masked_fill(probabilities < least, 0.0)
+        return kept / kept.sum()
 
     def _inside(self, probabilities: Tensor, width: int) -> Tensor | None:
         """Ids of the nucleus; `None` when it does not end within the `width` most likely tokens."""
@@ -91,7 +99,7 @@ def _generator(seed: int | None) -> torch.Generator:
     return generator
 
 
-def _check_best(best: Tensor) -> None:
+def check_best(best: Tensor) -> None:
     """`best` is the largest logit, and NaN when any of them is."""
     if not torch.isfinite(best):
         raise NonFiniteError(

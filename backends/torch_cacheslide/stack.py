@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_cacheslide.attention import Layout
+from torch_cacheslide.attention import Layouts
 from torch_cacheslide.cache import WorkingCache
 
 
@@ -50,7 +50,7 @@ class DecoderStack:
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         cache: WorkingCache,
-        layout: Layout,
+        layout: Layouts,
     ) -> Tensor:
         """Hidden [1, rows, hidden] through one layer; cos and sin are [1, rows, head_dim]."""
         self._cache = cache

@@ -7,6 +7,8 @@ completed. Where the pieces are cut makes no difference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 
 class StopFinder:
@@ -40,6 +42,12 @@ class StopFinder:
         """What was held back, when no more text will come."""
         held, self._held = self._held, ""
         return held
+
+    def fork(self) -> Self:
+        """Another text that begins like this one."""
+        twin = copy(self)
+        twin._matched = self._matched.copy()
+        return twin
 
     def _step(self, letter: str) -> int:
         """Advance every automaton; the length of the longest stop string completed, or 0."""

@@ -7,6 +7,8 @@ the answer is finished.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -51,3 +53,9 @@ class TextStream:
         self._finished = True
         text, stopped = self._stops.feed(self._detokenizer.flush())
         return text if stopped else text + self._stops.flush()
+
+    def fork(self) -> Self:
+        """Another answer that begins like this one."""
+        twin = copy(self)
+        twin._detokenizer, twin._stops = self._detokenizer.fork(), self._stops.fork()
+        return twin

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,12 +96,17 @@ def run_task(
 
 def token_limits(backend: Backend, encode: Encode, max_prompt_tokens: int) -> Limits:
     """Limits in the backend's own tokens, with room for an answer in its window."""
+    return window_limits(backend.tokenizer, backend.max_model_len, encode, max_prompt_tokens)
+
+
+def window_limits(tokenizer: Any, window: int, encode: Encode, max_prompt_tokens: int) -> Limits:
+    """The same for a tokenizer and the `window` of its model, where no backend is loaded."""
 
     def count(text: str) -> int:
-        return len(backend.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    window = backend.max_model_len - ANSWER_TOKENS
-    return Limits(count, lambda prompt: len(encode(prompt).ids), min(max_prompt_tokens, window))
+    most = min(max_prompt_tokens, window - ANSWER_TOKENS)
+    return Limits(count, lambda prompt: len(encode(prompt).ids), most)
 
 
 def longest_updates(turns: Iterable[Turn], encode: Encode) -> dict[str, int]:

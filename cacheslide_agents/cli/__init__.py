@@ -7,7 +7,18 @@ from __future__ import annotations
 
 import typer
 
-from cacheslide_agents.cli import bench, chat, check, demo, generate, inspect, report
+from cacheslide_agents.cli import (
+    bench,
+    cache,
+    chat,
+    check,
+    demo,
+    generate,
+    inspect,
+    replay,
+    report,
+    why,
+)
 from cacheslide_agents.cli.console import Commands, open_streams
 
 app = typer.Typer(
@@ -21,10 +32,13 @@ app = typer.Typer(
 app.command()(chat.chat)
 app.command()(generate.generate)
 app.command()(inspect.inspect)
+app.command()(why.why)
 app.command()(check.check)
 app.command()(bench.bench)
+app.command()(replay.replay)
 app.command()(report.report)
 app.command()(demo.demo)
+app.add_typer(cache.app)
 
 
 def main() -> None:

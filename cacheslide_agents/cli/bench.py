@@ -38,7 +38,7 @@ def bench(
         bool, typer.Option(help="Also answer under every policy, for F1 and EM.")
     ] = True,
     repeats: Annotated[int, typer.Option(min=1, help="Timed answers per policy.")] = 1,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep complete turns of --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep what --out has.")] = False,
     out: options.Out = None,
     as_json: options.Json = False,
 ) -> None:
@@ -60,7 +60,7 @@ def bench(
     ):
         common |= {"backend": loaded, "progress": progress}
         if study is not None:
-            _study(study, common, as_json=as_json)
+            _study(study, {**common, "resume": resume}, as_json=as_json)
             return
         assert task is not None
         own = {

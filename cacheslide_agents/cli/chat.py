@@ -17,6 +17,7 @@ from cacheslide_agents.cli.engine import opened
 from cacheslide_agents.prompt.auto import chunk_messages
 
 
+@options.sampled
 def chat(
     system: options.System = None,
     model: options.Model = options.DEFAULT_MODEL,
@@ -25,26 +26,14 @@ def chat(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     policy: options.Policy = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    *,
+    sampling: Sampling,
     as_json: options.Json = False,
 ) -> None:
     """Talk with a model until end of input (Ctrl-D).
 
     With --json the whole conversation comes at the end.
     """
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
     chosen = policy_named(policy)
     dialogue = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, Any]] = []

@@ -22,6 +22,7 @@ from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.auto import chunk_messages
 
 
+@options.sampled
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads stdin.")] = None,
     template: Annotated[str | None, typer.Option(help="A template's name or file.")] = None,
@@ -33,24 +34,12 @@ def generate(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     policy: options.Policy = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
+    *,
+    sampling: Sampling,
     as_json: options.Json = False,
 ) -> None:
     """Answer one prompt."""
     asked = _prompt(prompt, template, values, system)
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
     chosen = policy_named(policy)
     with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
         asker = Asker(loaded, sampling, chosen)

@@ -15,12 +15,12 @@ from rich.table import Table
 from cacheslide_agents.chunks import ChunkedPrompt, Role
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.models import tokenizer_of
 from cacheslide_agents.cli.templates import find_template, read_values
-from cacheslide_agents.errors import BackendError, TokenizerError
+from cacheslide_agents.errors import TokenizerError
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.count import count_tokens
 from cacheslide_agents.prompt.template import PromptTemplate
-from cacheslide_agents.prompt.tokens import load_tokenizer
 
 ENCODING = "cl100k_base"
 ESTIMATE = "estimate: UTF-8 bytes / 4"
@@ -76,7 +76,7 @@ def _rendered(prompt: ChunkedPrompt) -> dict[str, Any]:
 
 def _encoded(prompt: ChunkedPrompt, model: str) -> dict[str, Any]:
     """Tokens of each chunk in the prompt as it is sent, the chat template's markup included."""
-    encoded = ChatEncoder(load_tokenizer(_folder(model))).encode(prompt)
+    encoded = ChatEncoder(tokenizer_of(model)).encode(prompt)
     spoken = {chunk.id: message.role for message in prompt.messages for chunk in message.chunks}
     chunks = [_row(span.id, span.role, spoken.get(span.id), len(span)) for span in encoded.spans]
     return {"tokenizer": model, "prompt_tokens": len(encoded.ids), "chunks": chunks}
@@ -93,18 +93,6 @@ def _counter() -> tuple[str, Callable[[str], int]]:
     except TokenizerError:
         return ESTIMATE, lambda text: count_tokens(text, ENCODING, fallback="bytes")
     return f"tiktoken {ENCODING}", lambda text: count_tokens(text, ENCODING)
-
-
-def _folder(model: str) -> Any:
-    """Where the model's tokenizer lies; its weights are not loaded."""
-    try:
-        from torch_cacheslide.locate import locate
-    except ImportError as error:
-        raise BackendError(
-            f"finding model {model!r} needs a package that is not installed ({error}); "
-            "pip install 'cacheslide-agents[torch]'"
-        ) from error
-    return locate(model)
 
 
 def _table(task: str, chunks: list[dict[str, Any]]) -> Table:

@@ -1,14 +1,20 @@
 """The options that several commands share, declared once.
 
-In: nothing. Out: annotated types for typer.
+In: nothing. Out: annotated types for typer, and `sampled`, which gives a command all options of
+sampling at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from cacheslide_agents.sampling import Sampling
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_BACKEND = "torch"
@@ -25,6 +31,10 @@ MaxTokens = Annotated[int, typer.Option(min=1, help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 switches it off.")]
 TopK = Annotated[int, typer.Option(min=0, help="Top-k sampling; 0 switches it off.")]
+MinP = Annotated[float, typer.Option(help="Least probability relative to the best; 0: off.")]
+Penalty = Annotated[float, typer.Option(help="Above 1: less repetition; 1 switches it off.")]
+Beams = Annotated[int, typer.Option(min=1, help="Above 1: beam search instead of sampling.")]
+LengthPenalty = Annotated[float, typer.Option(help="Of beam search; above 0 favours length.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop text; may be given several times.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
@@ -33,3 +43,57 @@ Values = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")]
 Out = Annotated[Path | None, typer.Option(help="Where to write the JSON, after every row.")]
+
+
+def sampled(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with the options of `_sampling` in place of its parameter `sampling`."""
+    merged = signature(_sampling).parameters
+    own = signature(command).parameters
+    hints = {
+        **get_type_hints(_sampling, include_extras=True),
+        **get_type_hints(command, include_extras=True),
+    }
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        knobs = {name: values.pop(name) for name in merged}
+        command(**values, sampling=_sampling(**knobs))
+
+    names = [name for name in own if name != "sampling"]
+    names[-1:-1] = merged  # --json stays the last one in the help
+    parameters = {**own, **merged}
+    run.__dict__["__signature__"] = Signature(
+        [_option(parameters[name], hints[name]) for name in names]
+    )
+    run.__annotations__ = {name: hints[name] for name in names}
+    return run
+
+
+def _option(parameter: Parameter, hint: Any) -> Parameter:
+    return parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint)
+
+
+def _sampling(
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    beams: Beams = 1,
+    length_penalty: LengthPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        num_beams=beams,
+        length_penalty=length_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )

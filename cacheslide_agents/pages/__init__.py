@@ -5,18 +5,28 @@ from cacheslide_agents.pages.base import (
     ContextKey,
     LayerKV,
     PageStore,
+    ReusedRun,
     StoredContext,
+    TokenRange,
 )
-from cacheslide_agents.pages.eviction import Eviction, Lru
+from cacheslide_agents.pages.eviction import EVICTIONS, Eviction, Lru, Slide
+from cacheslide_agents.pages.lease import Lease
+from cacheslide_agents.pages.slide import SlideStore
 from cacheslide_agents.pages.store import MemoryStore
 
 __all__ = [
+    "EVICTIONS",
     "PAGE_TOKENS",
     "ContextKey",
     "Eviction",
     "LayerKV",
+    "Lease",
     "Lru",
     "MemoryStore",
     "PageStore",
+    "ReusedRun",
+    "Slide",
+    "SlideStore",
     "StoredContext",
+    "TokenRange",
 ]

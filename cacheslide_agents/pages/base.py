@@ -1,11 +1,12 @@
 """What every page store offers: contexts go in, layers of keys and values come out.
 
-A page is `PAGE_TOKENS` tokens of one layer, keys and values. Keys are position-free.
+A page is `PAGE_TOKENS` tokens of one layer, keys and values; a block is that column of pages
+through all layers, and what a store manages. Keys are position-free: a block serves anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import Protocol
@@ -15,10 +16,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from cacheslide_agents.chunks import Span
+from cacheslide_agents.pages.lease import Lease
 
 PAGE_TOKENS = 16
 LayerKV = tuple[Tensor, Tensor]
 """Position-free keys and values of one layer, each [kv_heads, tokens, head_dim]."""
+TokenRange = tuple[int, int]
+"""First token and the one after the last, counted in the stored context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,22 @@ class StoredContext:
         return len(self.ids)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ReusedRun:
+    """Tokens of a new context that were reused from a stored one.
+
+    Tokens `start` to `start + length` of the new context came from `cached_start` on of `source`.
+    `corrected` bool [length]: keys and values recomputed and to be stored instead of the source's;
+    all the others are the source's, bit for bit. (`refresh="never"`: nothing is corrected.)
+    """
+
+    source: StoredContext
+    start: int
+    cached_start: int
+    length: int
+    corrected: npt.NDArray[np.bool_]
+
+
 class PageStore(Protocol):
     """Stored contexts under a byte budget. Implementations may be called from several threads."""
 
@@ -57,8 +77,16 @@ class PageStore(Protocol):
         context: StoredContext,
         layers: Sequence[LayerKV],
         residuals: Mapping[int, Tensor] | None = None,
+        reused: Sequence[ReusedRun] = (),
+        lease: Lease | None = None,
     ) -> bool:
-        """Take over the tensors; false when admission refused them (larger than the budget).
+        """Keep a context; false when admission refused it, or a source of `reused` is gone.
+
+        `layers` are [kv_heads, tokens, head_dim] of the whole context. Of `reused` runs only the
+        corrected tokens are read from them: what stands at the others may be anything. Runs do not
+        overlap. The caller holds a lease on the sources and names it here, so that it does not
+        count as a reader that keeps corrections from being written in place. Sources that the new
+        context supersedes (same session) are gone afterwards.
 
         `residuals[layer]` [first tokens, hidden] are hidden states after `layer`: checkpoints that
         let a promoting gate start a token in mid-model. Tokens that were generated have none. They
@@ -74,15 +102,40 @@ class PageStore(Protocol):
         """The entry of a chunk computed alone with exactly these tokens."""
         ...
 
-    def load(self, context: StoredContext, layer: int) -> LayerKV:
-        """One layer of a context. `PageError` when a page is missing or torn (a counted miss)."""
+    def load(
+        self, context: StoredContext, layer: int, ranges: Sequence[TokenRange] | None = None
+    ) -> LayerKV:
+        """One layer of a context, or of the tokens of `ranges` one after the other.
+
+        In host memory or where they were put; nobody may write to them. `PageError` when a page is
+        missing or torn (a counted miss). Only the pages of `ranges` are read.
+        """
+        ...
+
+    def lease(self, contexts: Iterable[StoredContext]) -> Lease:
+        """A context manager: until its end none of `contexts` leaves the store or is corrected.
+
+        `PageError` when one is gone already (a counted miss).
+        """
+        ...
+
+    def in_memory(self, context: StoredContext) -> bool:
+        """Whether no page of `context` would have to be read from SSD; a hint for loaders."""
         ...
 
     def residual(self, context: StoredContext, layer: int) -> Tensor | None:
         """Hidden states [first tokens, hidden] after `layer`; `None` where none were stored."""
         ...
 
-    def pin(self, session: str) -> None: ...
-    def unpin(self, session: str) -> None: ...
+    def pin(self, session: str, namespace: str = "default") -> None: ...
+    def unpin(self, session: str, namespace: str = "default") -> None: ...
     def clear(self) -> None: ...
+    def flush(self) -> None:
+        """Write what is not on SSD yet and wait for it; nothing to do without an SSD tier."""
+        ...
+
+    def close(self) -> None:
+        """Flush, and let go of memory, files and locks; contexts on SSD stay for the next open."""
+        ...
+
     def metrics(self) -> Mapping[str, float]: ...

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Run, Span
-from cacheslide_agents.pages.base import StoredContext
+from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
 from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector, run_mask
 from cacheslide_agents.selection.fusion import Fusion
 from cacheslide_agents.selection.gate import Gate
@@ -141,6 +141,16 @@ class Plan:
     def hit(self) -> npt.NDArray[np.bool_]:
         """[n], true where a token is taken from the store (and maybe corrected)."""
         return run_mask([planned.run for planned in self.runs], len(self.ids))
+
+
+class ContextSource(Protocol):
+    """What a planner asks of a page store, which `pages.base.PageStore` describes in full."""
+
+    def find(self, key: ContextKey, session: str | None = None) -> list[StoredContext]: ...
+    def find_isolated(
+        self, key: ContextKey, ids: npt.NDArray[np.int64]
+    ) -> StoredContext | None: ...
+    def load(self, context: StoredContext, layer: int) -> LayerKV: ...
 
 
 Probe = Callable[[Plan, npt.NDArray[np.int64], int], Tensor]

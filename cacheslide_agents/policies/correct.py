@@ -12,15 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.errors import ReuseError
-from cacheslide_agents.pages.base import PageStore
-from cacheslide_agents.policies.base import Plan, Probe
+from cacheslide_agents.policies.base import ContextSource, Plan, Probe
 from cacheslide_agents.policies.draft import exact_mask
 from cacheslide_agents.policies.keys import Keys
 from cacheslide_agents.policies.match import Match
 from cacheslide_agents.selection.base import Positions, SelectionView, Selector
 
 
-def correct(draft: Plan, match: Match, store: PageStore, probe: Probe | None) -> Plan:
+def correct(draft: Plan, match: Match, store: ContextSource, probe: Probe | None) -> Plan:
     """`draft` itself where nothing can be corrected: no selector, or no hit after a change."""
     selector = draft.policy.selector
     if selector is None or not draft.runs:

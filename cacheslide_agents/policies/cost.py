@@ -56,7 +56,7 @@ class Geometry:
         return cls(
             layers=int(config.num_hidden_layers),
             hidden=int(config.hidden_size),
-            intermediate=int(config.intermediate_size),
+            intermediate=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
             heads=heads,
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.errors import NonFiniteError, ReuseError
-from cacheslide_agents.pages.base import PageStore, StoredContext
-from cacheslide_agents.policies.base import Plan, PlannedRun, Probe
+from cacheslide_agents.pages.base import StoredContext
+from cacheslide_agents.policies.base import ContextSource, Plan, PlannedRun, Probe
 from cacheslide_agents.policies.match import Match
 from cacheslide_agents.selection.base import Positions
 
@@ -22,7 +22,9 @@ from cacheslide_agents.selection.base import Positions
 class Keys:
     """Keys of one draft plan. `probed_layer_tokens` counts what the probe ran, over all layers."""
 
-    def __init__(self, draft: Plan, match: Match, store: PageStore, probe: Probe | None) -> None:
+    def __init__(
+        self, draft: Plan, match: Match, store: ContextSource, probe: Probe | None
+    ) -> None:
         self._draft, self._match, self._store, self._probe = draft, match, store, probe
         self._probed: dict[int, Tensor] = {}
         self.probed_layer_tokens = 0

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.chunks import Edit, Role, Run, Span
-from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
-from cacheslide_agents.policies.base import PlannedRun
+from cacheslide_agents.pages.base import ContextKey, StoredContext
+from cacheslide_agents.policies.base import ContextSource, PlannedRun
 from cacheslide_agents.prompt.align import align
 from cacheslide_agents.selection.base import run_mask
 
@@ -69,7 +69,7 @@ def match_context(
 
 
 def match_chunks(
-    ids: Ids, spans: Sequence[Span], key: ContextKey, store: PageStore, *, min_run: int
+    ids: Ids, spans: Sequence[Span], key: ContextKey, store: ContextSource, *, min_run: int
 ) -> Match:
     """REUSE chunks of at least `min_run` tokens whose tokens were stored alone.
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from cacheslide_agents.chunks import Span
 from cacheslide_agents.errors import CacheSlideError, ReuseError
-from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
+from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies import draft as drafts
-from cacheslide_agents.policies.base import Order, Plan, Policy, Probe, Reuse
+from cacheslide_agents.policies.base import ContextSource, Order, Plan, Policy, Probe, Reuse
 from cacheslide_agents.policies.closest import closest
 from cacheslide_agents.policies.correct import correct
 from cacheslide_agents.policies.cost import CostModel
@@ -32,7 +32,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True)
 class _Tools:
-    store: PageStore
+    store: ContextSource
     cost: CostModel
     probe: Probe | None
 
@@ -43,7 +43,7 @@ def make_plan(
     key: ContextKey,
     session: str | None,
     policy: Policy,
-    store: PageStore,
+    store: ContextSource,
     cost: CostModel,
     probe: Probe | None = None,
 ) -> Plan:

@@ -24,6 +24,7 @@ def build_receipt(
     plan_s: float = 0.0,
     load_s: float = 0.0,
     compute_s: float = 0.0,
+    wait_s: float = 0.0,
     peak_kv_bytes: int = 0,
 ) -> Receipt:
     """`active`: prompt indices computed at the last layer. `rows_per_layer`: rows each layer ran.
@@ -49,6 +50,7 @@ def build_receipt(
         plan_s=plan_s,
         load_s=load_s,
         compute_s=compute_s,
+        wait_s=wait_s,
         peak_kv_bytes=peak_kv_bytes,
         chunks=(*_chunks(plan, reused), *plan.vanished),
     )

@@ -15,8 +15,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Contextual:
+    """The position scheme of CoPE models: keys stay as they are wherever they move."""
+
+    def cos_sin(
+        self, positions: Tensor | npt.NDArray[np.int64], dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """The rotation by no angle, [n, 1]: what a rotary layer applies without effect."""
+        one = torch.ones_like(torch.as_tensor(positions), dtype=dtype)[..., None]
+        return one, torch.zeros_like(one)
+
+    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """`keys` as they are."""
+        return keys.clone() if out is None else out.copy_(keys)
+
+    def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`keys` as they are, in the dtype of `cos`."""
+        return keys.to(cos.dtype)
+
 
 ROW_BLOCK = 64
 FIRST_BAND = 256
@@ -48,12 +71,14 @@ def contextual_attention(
     *,
     scale: float,
     masses: Sequence[CanonicalMass] = (),
+    seen: Tensor | None = None,
 ) -> Tensor:
     """Query rows [heads, n, head_dim] over keys and values [kv_heads, m, head_dim].
 
     `rows` [n], ascending, are the rows' own places among the keys: row i sees the keys up to
-    `rows[i]`. `embedding` is [heads, npos, head_dim]. Returns [heads, n, head_dim]. Works for
-    autograd; takes O(ROW_BLOCK x keys) memory per group of heads that share a key.
+    `rows[i]`, and of those, if `seen` [n, m] is given, the ones it marks. `embedding` is
+    [heads, npos, head_dim]. Returns [heads, n, head_dim]. Works for autograd; takes
+    O(ROW_BLOCK x keys) memory per group of heads that share a key.
     """
     groups = query.shape[0] // key.shape[0]
     outputs = []
@@ -61,8 +86,9 @@ def contextual_attention(
         heads = slice(head * groups, (head + 1) * groups)
         scan = _Scan(keys, values, embedding[heads], scale, _of_heads(masses, heads))
         blocks = [
-            scan.block(query[heads, start : start + ROW_BLOCK], rows[start : start + ROW_BLOCK])
+            scan.block(query[heads, part], rows[part], None if seen is None else seen[part])
             for start in range(0, query.shape[1], ROW_BLOCK)
+            for part in (slice(start, start + ROW_BLOCK),)
         ]
         outputs.append(torch.cat(blocks, dim=1))
     return torch.cat(outputs)
@@ -84,12 +110,12 @@ class _Scan:
         self._last = embedding.shape[1] - 1
         self._band = FIRST_BAND
 
-    def block(self, query: Tensor, rows: Tensor) -> Tensor:
+    def block(self, query: Tensor, rows: Tensor, seen: Tensor | None) -> Tensor:
         """[group, b, head_dim] in and out."""
         count = int(rows[-1]) + 1
         query = query * self._scale
         embedded = query @ (self._embedding / self._scale).transpose(1, 2)
-        scores, positions, hidden = self._near(query, rows, count)
+        scores, positions, hidden = self._near(query, rows, seen, count)
         band = scores.shape[-1]
         near = (scores + _interpolate(embedded, positions, self._last)).masked_fill(
             hidden, -torch.inf
@@ -97,12 +123,16 @@ class _Scan:
         if band == count:
             return torch.softmax(near, dim=-1) @ self._values[:count].flip(0)
         far = query @ self._keys[: count - band].T + embedded[..., -1:]
+        if seen is not None:
+            far = far.masked_fill(~seen[:, : count - band], -torch.inf)
         weights = torch.softmax(torch.cat((far, near), dim=-1), dim=-1)
         values, seam = self._values[:count], count - band
         beyond, within = weights[..., :seam], weights[..., seam:]
         return beyond @ values[:seam] + within @ values[seam:].flip(0)
 
-    def _near(self, query: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _near(
+        self, query: Tensor, rows: Tensor, seen: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scores, positions [group, b, band] and what is hidden [b, band], nearest key first.
 
         Counted from the row outwards, so that near positions, which matter most, are exact.
@@ -111,6 +141,8 @@ class _Scan:
         while True:
             places = torch.arange(count - 1, count - 1 - band, -1, device=rows.device)
             hidden = places > rows[:, None]
+            if seen is not None:
+                hidden = hidden | ~seen[:, count - band : count].flip(1)
             scores = query @ self._keys[count - band : count].flip(0).T
             gates = torch.sigmoid(scores).masked_fill(hidden, 0.0)
             for mass in self._masses:

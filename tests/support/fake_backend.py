@@ -1,7 +1,7 @@
 """A backend that answers without a model and remembers what it was asked.
 
-In: `GenerationRequest`s. Out: the last user message, word by word, and a made-up receipt. The
-tokenizer is a real one: bytes with the ChatML control tokens, built on the spot.
+In: `GenerationRequest`s. Out: the last user message word by word, or what it was told to say, and a
+made-up receipt. The tokenizer is a real one: bytes with the ChatML control tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheslide_agents.backend import (
     ChunkOutcome,
+    FinishReason,
     GenerationChunk,
     GenerationRequest,
     Receipt,
     Scores,
+    TokenLogprob,
 )
 
 CHATML = (
@@ -44,13 +46,20 @@ def byte_tokenizer() -> Any:
 
 @dataclass
 class FakeBackend:
-    """`reused` tokens of every prompt count as hits. `pause_s` passes before every piece."""
+    """`reused` tokens of every prompt count as hits. `pause_s` passes before every piece.
+
+    `says`: the answers to give, one a request, the last one from then on, in pieces of `piece`
+    characters and for the reason `ends`.
+    """
 
     tokenizer: Any = field(default_factory=byte_tokenizer)
     model_id: str = "fake-model"
     max_model_len: int = 4096
     reused: int = 0
     pause_s: float = 0.0
+    says: Sequence[str] = ()
+    piece: int = 3
+    ends: FinishReason = "stop"
     requests: list[GenerationRequest] = field(default_factory=list)
     finished: int = 0
     stopped: int = 0
@@ -101,12 +110,23 @@ class FakeBackend:
         return str(self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False))
 
     def _pieces(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+        wanted = request.sampling.logprobs
+        for index in range(request.sampling.n):
+            for text in self._texts(request, index):
+                ids = tuple(self.tokenizer.encode(text))
+                top = tuple((number, -1.0) for number in range(wanted or 0))
+                told = tuple(TokenLogprob(number, -0.5, top) for number in ids)
+                yield GenerationChunk(index, text, ids, None if wanted is None else told)
+            receipt = self._receipt(request)
+            yield GenerationChunk(index, "", (), finish_reason=self.ends, receipt=receipt)
+
+    def _texts(self, request: GenerationRequest, index: int) -> list[str]:
+        if self.says:
+            told = self.says[min(len(self.requests) - 1 + index, len(self.says) - 1)]
+            return [told[i : i + self.piece] for i in range(0, len(told), self.piece)]
         question = self.prompt(request).rpartition("<|im_start|>user\n")[2].split("<|im_end|>")[0]
         words = question.split()[: request.sampling.max_tokens]
-        for index, word in enumerate(words):
-            text = word if index == 0 else f" {word}"
-            yield GenerationChunk(0, text, tuple(self.tokenizer.encode(text)))
-        yield GenerationChunk(0, "", (), finish_reason="stop", receipt=self._receipt(request))
+        return [word if place == 0 else f" {word}" for place, word in enumerate(words)]
 
     def _count(self, whole: bool) -> None:
         self.finished += whole

@@ -7,19 +7,36 @@ after every step so that a killed run keeps what it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.backend import Backend
-from cacheslide_agents.bench.results import SCHEMA, write_json
+from cacheslide_agents.bench.results import SCHEMA, read_json, write_json
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.bench.studies import frontier, length
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.bench.studies import (
+    decoupling,
+    drift,
+    episodes,
+    frontier,
+    length,
+    pressure,
+    stale,
+)
+from cacheslide_agents.errors import DataError, RequestError
 
 __all__ = ["STUDIES", "run_study"]
 
 Study = Callable[..., Mapping[str, Any]]
-STUDIES: Mapping[str, Study] = {"frontier": frontier.run, "length": length.run}
+STUDIES: Mapping[str, Study] = {
+    "decoupling": decoupling.run,
+    "drift": drift.run,
+    "episodes": episodes.run,
+    "frontier": frontier.run,
+    "length": length.run,
+    "pressure": pressure.run,
+    "stale": stale.run,
+}
 
 
 def run_study(
@@ -29,11 +46,17 @@ def run_study(
     backend: Backend,
     out: str | Path | None = None,
     progress: Progress = silent,
+    resume: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run study `name`; `options` are keyword arguments of its `run` (see the study's module)."""
+    """Run study `name`; `options` are keyword arguments of its `run` (see the study's module).
+
+    With `resume` a study that takes an `earlier` run gets what is in `out`; another refuses.
+    """
     if name not in STUDIES:
         raise DataError(f"no study named {name!r}; known: {', '.join(STUDIES)}")
+    if resume:
+        options["earlier"] = _earlier(name, out)
 
     def save(found: Mapping[str, Any]) -> None:
         if out is not None:
@@ -42,3 +65,15 @@ def run_study(
     found = STUDIES[name](backend, Path(data), save=save, progress=progress, **options)
     save(found)
     return {"schema": SCHEMA, "study": name, **found}
+
+
+def _earlier(name: str, out: str | Path | None) -> dict[str, Any] | None:
+    """What an interrupted run left in `out`, if there was one."""
+    if "earlier" not in signature(STUDIES[name]).parameters:
+        raise RequestError(f"study {name!r} cannot be resumed; leave out --resume")
+    if out is None or not Path(out).exists():
+        return None
+    found = read_json(out)
+    if (found.get("schema"), found.get("study")) != (SCHEMA, name):
+        raise DataError(f"cannot resume: {out} is no {name!r} study of schema {SCHEMA}")
+    return found

@@ -43,6 +43,10 @@ class Agent:
         self._cuts: dict[str, str] = {}
         self._first: dict[int, int] = {}
 
+    @property
+    def exchanges(self) -> int:
+        return len(self._exchanges)
+
     @cached_property
     def turns(self) -> list[int]:
         """Exchanges at a third, half and two thirds, but no fewer than make one elision."""

@@ -1,0 +1,136 @@
+"""What a backend does while no request waits: dense refreshes and checks of approximate reuse.
+
+In: finished requests, sessions that ask for a refresh. Out: stored contexts computed anew, and
+what the quality guard learns. All of it gives way to a request between two layers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from math import inf
+from time import time
+
+import torch
+from torch import Tensor
+
+from cacheslide_agents.errors import ReuseError
+from cacheslide_agents.pages.base import ContextKey, StoredContext
+from cacheslide_agents.policies.base import Plan, Policy
+from cacheslide_agents.policies.draft import dense_plan
+from cacheslide_agents.policies.guard import QualityGuard, Verdict
+from torch_cacheslide.engine import Engine, Interrupt
+from torch_cacheslide.load import sources_of
+from torch_cacheslide.prompted import Prompted
+from torch_cacheslide.runtime import Runtime
+
+log = logging.getLogger(__name__)
+_SESSIONS = 4096
+"""Sessions whose keys are remembered, the last ones seen."""
+_REFRESHED = 16
+"""Contexts of a distrusted kind of prompt that are computed anew, the newest ones."""
+
+
+class IdleWork:
+    """Schedules work on `engine` that runs `runtime` when no request needs it."""
+
+    def __init__(self, runtime: Runtime, engine: Engine, policy: Policy) -> None:
+        self._runtime, self._engine, self._policy = runtime, engine, policy
+        self._keys: OrderedDict[str, set[ContextKey]] = OrderedDict()
+        self._counts: dict[str, float] = {"refreshes": 0.0, "guard_kl": 0.0}
+
+    def after(self, prompted: Prompted) -> None:
+        """Look at a request that was prefilled: whose it was, and whether it is to be checked."""
+        session = prompted.request.session
+        if session is not None:
+            self._keys.setdefault(session, set()).add(prompted.key)
+            self._keys.move_to_end(session)
+            if len(self._keys) > _SESSIONS:
+                self._keys.popitem(last=False)
+        guard = self._runtime.guard
+        if guard is None:
+            return
+        if prompted.declined is not None:
+            self._check_again(guard, prompted, prompted.declined)
+        elif prompted.plan.runs and guard.due(prompted.key):
+            self._check(guard, prompted)
+
+    def refresh(self, session: str) -> None:
+        """Have the newest context of `session` computed densely, unless it is exact already."""
+        for key in tuple(self._keys.get(session, ())):
+            newest = next(iter(self._runtime.store.find(key, session)), None)
+            if newest is not None and newest.session == session and not newest.exact.all():
+                self._refresh(newest)
+
+    def metrics(self) -> Mapping[str, float]:
+        guard = self._runtime.guard
+        return {
+            **self._engine.counts(),
+            **self._counts,
+            **(guard.metrics() if guard is not None else {}),
+        }
+
+    def _refresh(self, context: StoredContext) -> None:
+        def work(interrupt: Interrupt) -> None:
+            if context not in self._runtime.store.find(context.key):
+                return  # something newer has taken its place
+            if self._runtime.recompute(context, self._policy, interrupt):
+                self._counts["refreshes"] += 1
+
+        self._engine.idle(("refresh", id(context)), work)
+
+    def _check(self, guard: QualityGuard, prompted: Prompted) -> None:
+        """Compare a reuse with the dense run of the same prompt."""
+        plan, reused = prompted.plan, prompted.prefilled.logits[-1]
+        dense = dense_plan(plan.ids, plan.spans, self._policy, outcome="cold", reason="guard")
+
+        def work(interrupt: Interrupt) -> None:
+            prefilled, _ = self._runtime.run(dense, room=0, interrupt=interrupt)
+            distance = divergence(prefilled.logits[-1], reused)
+            self._judge(guard, prompted.key, distance)
+
+        self._engine.idle(("guard", prompted.request.request_id), work)
+
+    def _check_again(self, guard: QualityGuard, prompted: Prompted, declined: Plan) -> None:
+        """Try the reuse that was forbidden, if its contexts were stored after it was."""
+        since, dense = guard.tripped_at(prompted.key), prompted.prefilled.logits[-1]
+        sources = sources_of(declined)
+        if since is None or any(source.created < since for source in sources):
+            return
+        try:
+            lease = self._runtime.store.lease(sources)
+        except ReuseError:
+            return
+
+        def work(interrupt: Interrupt) -> None:
+            try:
+                prefilled, _ = self._runtime.run(declined, room=0, interrupt=interrupt)
+                distance = divergence(dense, prefilled.logits[-1])
+            except ReuseError:  # what cannot be reused is no reason for trust
+                distance = inf
+            lease.release()
+            self._judge(guard, prompted.key, distance)
+
+        if not self._engine.idle(("guard", prompted.request.request_id), work):
+            lease.release()
+
+    def _judge(self, guard: QualityGuard, key: ContextKey, distance: float) -> None:
+        verdict = guard.record(key, distance, time())
+        self._counts["guard_kl"] = distance
+        if verdict is Verdict.TRIPPED:
+            log.warning(
+                "task %r of namespace %r is answered densely: reuse was %.3g nats from dense; its "
+                "contexts are computed anew",
+                key.task,
+                key.namespace,
+                distance,
+            )
+            for context in self._runtime.store.find(key)[:_REFRESHED]:
+                self._refresh(context)
+
+
+def divergence(dense: Tensor, reuse: Tensor) -> float:
+    """KL(dense || reuse) in nats of two next-token distributions, from logits [vocabulary]."""
+    p, q = (torch.log_softmax(logits.double(), dim=-1) for logits in (dense, reuse))
+    return max(0.0, float((p.exp() * (p - q)).sum()))

@@ -1,0 +1,211 @@
+"""The SSD tier: extents, their index, and who still needs which block.
+
+In: blocks to write, contexts to commit or to forget. Out: places on SSD, pages, contexts that were
+committed. Nothing is overwritten: what changed is written elsewhere, and an extent goes when no
+committed context and no block in the store's hands needs a place in it.
+
+    STORE/rank-0/lock  index.sqlite  extents/000000000001.pages ...
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cacheslide_agents.errors import PageError, StoreError
+from cacheslide_agents.pages.block import Place
+from cacheslide_agents.pages.extents import Extents, Page, extent_bytes
+from cacheslide_agents.pages.geometry import Geometry
+from cacheslide_agents.pages.index import ContextRow, ExtentRow, Index
+from cacheslide_agents.pages.lock import FolderLock
+
+log = logging.getLogger(__name__)
+
+
+def rank_folder(path: Path, rank: int) -> Path:
+    return path / f"rank-{rank}"
+
+
+class Disk:
+    """One store folder on SSD; not thread-safe but for `write` and `read`."""
+
+    def __init__(self, path: Path, *, rank: int = 0, read_only: bool = False) -> None:
+        self.folder = rank_folder(path, rank)
+        self.read_only = read_only
+        self._extents = Extents(self.folder / "extents")
+        self._lock = None if read_only else self._prepare()
+        try:
+            self._index = Index(self.folder, read_only=read_only)
+        except BaseException:
+            self._unlock()
+            raise
+        self._needed: Counter[Place] = Counter()
+        self._live: Counter[int] = Counter()
+        self._places: dict[int, tuple[Place, ...]] = {}
+        self._forgotten: set[int] = set()
+        self._pending: dict[int, ExtentRow] = {}
+        self._table = {row.number: row for row in self._index.extents()}
+        self.missing = 0
+        self.written_bytes = 0
+        self.contexts = [row for row in self._index.contexts() if self._is_whole(row)]
+        self._next = max({0, *self._table, *self._extents.numbers()}) + 1
+        for row in self.contexts:
+            self._keep(row)
+        if not read_only:
+            self._sweep()
+
+    def _prepare(self) -> FolderLock:
+        try:
+            for folder in (self.folder, self._extents.folder):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return FolderLock(self.folder)
+        except OSError as error:
+            raise StoreError(
+                f"the page store in {self.folder} cannot be written: {error.strerror}; make the "
+                "folder writable, use another one, or open it with read_only=True"
+            ) from error
+
+    def _is_whole(self, row: ContextRow) -> bool:
+        """Whether all its blocks lie where the index says, in files as long as they must be."""
+        for number in {place.extent for place in row.places}:
+            extent = self._table.get(number)
+            size = self._size(number)
+            if extent is None or size != extent_bytes(extent.geometry, extent.sums.shape[1]):
+                self.missing += 1
+                log.warning(
+                    "%s: a context of %d tokens is lost: extent %d is missing or truncated",
+                    self.folder, len(row.context), number,
+                )  # fmt: skip
+                self._forgotten.add(row.row or 0)
+                return False
+        return True
+
+    def _size(self, number: int) -> int | None:
+        try:
+            return self._extents.path(number).stat().st_size
+        except OSError:
+            return None
+
+    def _sweep(self) -> None:
+        """Remove what a crash left: files the index does not know, extents nobody needs."""
+        for number in self._extents.numbers() - set(self._table):
+            self._extents.remove(number)
+        self.commit()
+
+    @property
+    def damaged(self) -> int:
+        return self._index.damaged
+
+    @property
+    def nbytes(self) -> int:
+        """Of all extents, dead places included."""
+        return sum(
+            extent_bytes(extent.geometry, extent.sums.shape[1]) for extent in self._table.values()
+        )
+
+    @property
+    def dead_bytes(self) -> int:
+        """Of places that nobody needs in extents that somebody does."""
+        return sum(
+            (extent.sums.shape[1] - self._live[number]) * extent.geometry.block_bytes
+            for number, extent in self._table.items()
+        )
+
+    @property
+    def extents(self) -> dict[int, tuple[Geometry, int, int]]:
+        """By number: geometry, blocks, and how many of them are needed."""
+        return {
+            number: (extent.geometry, extent.sums.shape[1], self._live[number])
+            for number, extent in self._table.items()
+        }
+
+    def needed_in(self, number: int) -> list[Place]:
+        return sorted(place for place in self._needed if place.extent == number)
+
+    def write(self, geometry: Geometry, blocks: Sequence[Sequence[Page]]) -> ExtentRow:
+        """Write and sync an extent; it counts once it is committed. `OSError` leaves nothing."""
+        assert self._lock is not None
+        self._lock.check(self.folder)
+        number, self._next = self._next, self._next + 1
+        sums = self._extents.write(number, geometry, blocks)
+        self.written_bytes += extent_bytes(geometry, len(blocks))
+        return ExtentRow(number, geometry, sums)
+
+    def adopt(self, extent: ExtentRow) -> list[Place]:
+        """Take a written extent in, to be committed next; its places are needed by the caller."""
+        self._table[extent.number] = self._pending[extent.number] = extent
+        places = [Place(extent.number, position) for position in range(extent.sums.shape[1])]
+        for place in places:
+            self.hold(place)
+        return places
+
+    def read(self, places: Sequence[Place], layer: int, into: Sequence[Page]) -> None:
+        """Pages of one layer, verified. `PageError` names the extent that is not as written."""
+        by_extent: dict[int, list[tuple[int, Page]]] = {}
+        for place, page in zip(places, into, strict=True):
+            by_extent.setdefault(place.extent, []).append((place.position, page))
+        for number, wanted in by_extent.items():
+            extent = self._table.get(number)
+            if extent is None:
+                raise PageError(f"extent {number} of {self.folder} is gone")
+            wanted.sort(key=lambda pair: pair[0])
+            positions = [position for position, _ in wanted]
+            pages = [page for _, page in wanted]
+            self._extents.read(number, extent.geometry, extent.sums, layer, positions, pages)
+
+    def hold(self, place: Place) -> None:
+        if self._needed[place] == 0:
+            self._live[place.extent] += 1
+        self._needed[place] += 1
+
+    def release(self, place: Place) -> None:
+        self._needed[place] -= 1
+        if self._needed[place] == 0:
+            del self._needed[place]
+            self._live[place.extent] -= 1
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Rows of contexts that the next commit deletes."""
+        self._forgotten.update(rows)
+
+    def commit(self, contexts: Sequence[ContextRow] = ()) -> list[int]:
+        """Make all of it hold after a crash; the contexts' rows. `OSError`: try again later.
+
+        Extents that nobody needs any more go with it, first from the index, then their files.
+        """
+        forgotten = sorted(self._forgotten)
+        for row in forgotten:
+            for place in self._places.pop(row, ()):
+                self.release(place)
+        needed_now = {place.extent for row in contexts for place in row.places}
+        dead = [n for n in self._table if not self._live[n] and n not in needed_now]
+        fresh = [extent for number, extent in self._pending.items() if number not in dead]
+        if not (fresh or contexts or forgotten or dead):
+            return []
+        rows = self._index.commit(fresh, contexts, dead, forgotten)
+        for context, made in zip(contexts, rows, strict=True):
+            self._keep(context, made)
+        self._forgotten.difference_update(forgotten)
+        self._pending.clear()
+        for number in dead:
+            del self._table[number]
+            self._extents.remove(number)
+        return rows
+
+    def _keep(self, row: ContextRow, number: int | None = None) -> None:
+        number = row.row if number is None else number
+        assert number is not None
+        self._places[number] = row.places
+        for place in row.places:
+            self.hold(place)
+
+    def close(self) -> None:
+        self._index.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

@@ -1,0 +1,43 @@
+"""How much a store may hold.
+
+In: numbers. Out: the same, once they make sense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from cacheslide_agents.errors import RequestError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes and counts of one store; `None` is no limit.
+
+    `budget_bytes` of host memory, `disk_bytes` of extents on SSD. Of one text at most
+    `copies_per_content` contexts are kept and of one named session at most `copies_per_session`.
+    A context not used for `ttl_s` seconds goes; the contexts of one namespace together are no
+    larger than `namespace_quota_bytes`, as if they shared nothing.
+    """
+
+    budget_bytes: int
+    disk_bytes: int = 64 * GIB
+    copies_per_content: int = 2
+    copies_per_session: int = 1
+    ttl_s: float | None = None
+    namespace_quota_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "ttl_s":
+                if value is not None and not value > 0:
+                    raise RequestError(f"page store(ttl_s={value!r}) must be positive")
+            elif field.name == "namespace_quota_bytes" and value is None:
+                continue
+            elif not isinstance(value, int) or value < 1:
+                raise RequestError(
+                    f"page store({field.name}={value!r}) must be at least 1, and whole"
+                )

@@ -1,0 +1,278 @@
+"""The page store: stored contexts in host memory and on SSD.
+
+In: contexts with their keys and values. Out: contexts by key or by tokens, and their layers,
+wherever they lie; after a restart, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Condition, RLock
+from time import monotonic
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cacheslide_agents.errors import PageError, StoreError
+from cacheslide_agents.pages.base import ContextKey, LayerKV, ReusedRun, StoredContext, TokenRange
+from cacheslide_agents.pages.catalog import Catalog
+from cacheslide_agents.pages.compaction import compact
+from cacheslide_agents.pages.counters import Counters
+from cacheslide_agents.pages.disk import Disk
+from cacheslide_agents.pages.entry import Entry
+from cacheslide_agents.pages.eviction import Eviction, Slide
+from cacheslide_agents.pages.holdings import Holdings
+from cacheslide_agents.pages.host import Host
+from cacheslide_agents.pages.keeper import Keeper, Offer
+from cacheslide_agents.pages.lease import Lease
+from cacheslide_agents.pages.limits import GIB, Limits
+from cacheslide_agents.pages.reader import Reader
+from cacheslide_agents.pages.room import Room
+from cacheslide_agents.pages.spill import Spiller
+from cacheslide_agents.pages.writer import Writer
+
+log = logging.getLogger(__name__)
+
+
+class SlideStore:
+    """A `PageStore` of two tiers, host memory and SSD; safe to call from several threads.
+
+    With `path` contexts outlive the process: what `flush` or `close` wrote, or what had to leave
+    memory, is found again after a restart, or a crash. Without, memory is all there is and what
+    does not fit is dropped. One process writes to a folder (and `rank`, for tensor parallelism) at
+    a time; others may open it with `read_only=True` and see what was committed when they did.
+
+    `copies_per_session=1` lets a session's next context correct the blocks of its last in place. Of
+    pinned sessions and of what is leased nothing is dropped. `pin_memory` page-locks the memory, by
+    default where CUDA is there. With `write_ahead` a thread writes what will have to leave next.
+    Raises `RequestError` for limits that make no sense and `StoreError` when the folder is locked,
+    cannot be written or has a newer format.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        disk_bytes: int = 64 * GIB,
+        eviction: Eviction | None = None,
+        copies_per_content: int = 2,
+        copies_per_session: int = 1,
+        ttl_s: float | None = None,
+        namespace_quota_bytes: int | None = None,
+        pin_memory: bool | None = None,
+        write_ahead: bool = True,
+        rank: int = 0,
+        read_only: bool = False,
+    ) -> None:
+        limits = Limits(
+            budget_bytes,
+            disk_bytes,
+            copies_per_content,
+            copies_per_session,
+            ttl_s,
+            namespace_quota_bytes,
+        )
+        pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
+        disk = None if path is None else Disk(Path(path), rank=rank, read_only=read_only)
+        self._changed = Condition(RLock())
+        self._eviction: Eviction = eviction or Slide()
+        self._holdings = Holdings(Host(budget_bytes, pinned=pinned), disk, Catalog(limits))
+        self._counters = Counters(self._holdings, limits)
+        writable = None if read_only else disk
+        self._spiller = Spiller(self._holdings, writable, self._eviction) if writable else None
+        self._writer: Writer | None = None
+        self._room = Room(self._holdings, self._eviction, self._spiller, disk_bytes, self._wait)
+        self._reader = Reader(self._holdings, self._room, self._eviction)
+        self._keeper = Keeper(self._holdings, self._room, self._reader)
+        self._read_only, self._open = read_only, True
+        if disk is not None:
+            self._holdings.take_over(disk)
+        if self._spiller is not None and write_ahead:
+            self._writer = Writer(self._holdings, self._room, self._spiller, self._changed)
+
+    def _wait(self) -> bool:
+        return self._writer is not None and self._writer.wait()
+
+    def put(
+        self,
+        context: StoredContext,
+        layers: Sequence[LayerKV],
+        residuals: Mapping[int, Tensor] | None = None,
+        reused: Sequence[ReusedRun] = (),
+        lease: Lease | None = None,
+    ) -> bool:
+        """Store `context`; false, and counted, when it cannot fit, holds no token, a source of
+        `reused` is gone, or the store is read-only. The tensors are copied.
+
+        Residual checkpoints stay in memory and do not outlive the process. Raises `PageError` when
+        a tensor does not hold the context's tokens, or a run does not lie in its source.
+        """
+        with self._changed:
+            self._check_open()
+            self._expire()
+            empty = not layers or len(context) == 0 or layers[0][0].numel() == 0
+            entry = None
+            if not empty and not self._read_only:
+                offer = Offer(context, layers, dict(residuals or {}), tuple(reused), lease)
+                entry = self._keeper.keep(offer)
+            if entry is None:
+                self._holdings.counts["refused"] += 1
+                return False
+            if self._spiller is not None and self._eviction.write_through:
+                self._room.spill([block for block in entry.blocks if block.dirt])
+            self._changed.notify_all()
+            return True
+
+    def find(self, key: ContextKey, session: str | None = None) -> list[StoredContext]:
+        with self._changed:
+            self._expire()
+            return self._holdings.catalog.find(key, session)
+
+    def contexts(self) -> list[StoredContext]:
+        """All there are, oldest first, whatever their key."""
+        with self._changed:
+            return [entry.context for entry in self._holdings.catalog.entries()]
+
+    def find_isolated(self, key: ContextKey, ids: npt.NDArray[np.int64]) -> StoredContext | None:
+        with self._changed:
+            self._expire()
+            return self._holdings.catalog.find_isolated(key, ids)
+
+    def load(
+        self, context: StoredContext, layer: int, ranges: Sequence[TokenRange] | None = None
+    ) -> LayerKV:
+        """A copy in host memory (page-locked if the store is): nothing the store holds."""
+        with self._changed:
+            self._check_open()
+            entry = self._holdings.entry(context, layer)
+            reading = self._reader.begin(entry, layer, ranges)
+        sound = False
+        try:
+            pair = self._reader.read(reading)
+            sound = True
+        except PageError as error:
+            with self._changed:
+                self._holdings.lose(reading.blocks, error)
+            raise
+        finally:
+            with self._changed:
+                self._reader.end(reading, sound=sound)
+                self._holdings.counts["hits"] += sound
+        return pair
+
+    def in_memory(self, context: StoredContext) -> bool:
+        """Whether no page of `context` would have to be read from SSD; false where it is gone."""
+        with self._changed:
+            entry = self._holdings.catalog.get(context)
+            return entry is not None and all(block.whole for block in entry.blocks)
+
+    def residual(self, context: StoredContext, layer: int) -> Tensor | None:
+        """Hidden states after `layer`; `None` where none are stored, or no longer."""
+        with self._changed:
+            entry = self._holdings.catalog.get(context)
+            return entry.residuals.get(layer) if entry else None
+
+    def lease(self, contexts: Iterable[StoredContext]) -> Lease:
+        leased = tuple(contexts)
+        with self._changed:
+            self._check_open()
+            entries = [self._holdings.entry(context) for context in leased]
+            for entry in entries:
+                entry.leases += 1
+        return Lease(leased, lambda _: self._end_lease(entries))
+
+    def _end_lease(self, entries: Sequence[Entry]) -> None:
+        with self._changed:
+            for entry in entries:
+                entry.leases -= 1
+
+    def pin(self, session: str, namespace: str = "default") -> None:
+        """Keep this session's contexts in the store, present and future, until `unpin`."""
+        with self._changed:
+            self._holdings.catalog.pins.add((namespace, session))
+
+    def unpin(self, session: str, namespace: str = "default") -> None:
+        with self._changed:
+            self._holdings.catalog.pins.discard((namespace, session))
+
+    def clear(self) -> None:
+        """Forget every context, pinned ones too, also on SSD; pins and counters stay."""
+        with self._changed:
+            for entry in self._holdings.catalog.entries():
+                entry.leases = 0
+            self.remove(entry.context for entry in self._holdings.catalog.entries())
+
+    def remove(self, contexts: Iterable[StoredContext]) -> int:
+        """Forget these, also on SSD, unless they are leased or gone already; how many."""
+        with self._changed:
+            self._check_open()
+            found = [self._holdings.catalog.get(context) for context in contexts]
+            entries = [entry for entry in found if entry is not None and entry.leases == 0]
+            for entry in entries:
+                self._holdings.drop(entry, "cleared")
+            if self._spiller is not None:
+                self._spiller.commit()
+            return len(entries)
+
+    def flush(self) -> None:
+        """Write whatever has no copy on SSD, and commit it. `StoreError` when that fails."""
+        with self._changed:
+            self._check_open()
+            if self._spiller is None:
+                return
+            self._wait()
+            dirty = [block for block in self._holdings.host.blocks if block.dirt]
+            if not (self._room.spill(dirty) and self._spiller.commit()):
+                raise StoreError(
+                    "the page store's files could not be written, see the log; its contexts are "
+                    "still in memory: make room on the disk, or raise disk_bytes"
+                )
+
+    def gc(self) -> int:
+        """Rewrite extents that hold little of use; bytes freed on SSD."""
+        with self._changed:
+            self._check_open()
+            if self._spiller is None:
+                return 0
+            self._spiller.commit()
+            return compact(self._holdings, self._spiller, at_most_live=1.0)
+
+    def close(self) -> None:
+        """Flush (trouble is only logged) and let go of everything; safe to call twice."""
+        if not self._open:
+            return
+        if self._writer is not None:
+            self._writer.stop()
+        with self._changed:
+            try:
+                self.flush()
+            except StoreError as error:
+                log.warning("closed unsaved: %s", error)
+            self._open = False
+            if self._holdings.disk is not None:
+                self._holdings.disk.close()
+
+    def metrics(self) -> Mapping[str, float]:
+        with self._changed:
+            return self._counters.metrics()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _expire(self) -> None:
+        for entry in self._holdings.catalog.expired(monotonic()):
+            self._holdings.drop(entry, "expired")
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StoreError("this page store is closed; make a new one")

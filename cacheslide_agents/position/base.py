@@ -1,0 +1,28 @@
+"""What every position scheme answers for a key that stands somewhere new.
+
+In: keys without positions, and positions. Out: keys as attention looks at them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+class Position(Protocol):
+    """`Rotary` turns keys by angles; `Alibi` leaves them as they are, and has none."""
+
+    def cos_sin(
+        self, positions: Tensor | npt.NDArray[np.int64], dtype: torch.dtype = ...
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles at `positions` [n], each [n, angles]."""
+
+    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """Position-free `keys` [..., n, head_dim] brought to where `cos` and `sin` are from."""
+
+    def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Undo `rotate`."""
