@@ -93,12 +93,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A rendered and tokenised prompt. `spans` partition `ids` in order."""
+    """A rendered and tokenised prompt. `spans` partition `ids` in order.
+
+    `ends[i]`: the character of `text` that token i ends before; empty where nobody kept count.
+    """
 
     ids: tuple[int, ...]
     spans: tuple[Span, ...]
     text: str
     task: str = "default"
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,14 +73,25 @@ def test_generate_as_json_prints_one_object_with_the_receipt(backend: FakeBacken
 
 def test_options_reach_backend_and_request(backend: FakeBackend) -> None:
     options = "--model m --backend b --device cpu --threads 1 --policy prefix --max-tokens 3"
-    sampling = "--temperature 0.5 --top-p 0.9 --top-k 4 --seed 5 --stop A --stop B"
-    assert run("generate", "Hi", *options.split(), *sampling.split()).exit_code == 0
+    sampling = "--temperature 0.5 --top-p 0.9 --top-k 4 --seed 5 --stop A --stop B --min-p 0.1"
+    search = "--repetition-penalty 1.2 --beams 2 --length-penalty 0.5"
+    given = [*options.split(), *sampling.split(), *search.split()]
+    assert run("generate", "Hi", *given).exit_code == 0
     assert backend.loaded_with == ("b", {"model": "m", "device": "cpu", "threads": 1})
     (request,) = backend.requests
     assert request.policy is not None
     assert request.policy.name == "prefix"
     assert request.sampling == Sampling(
-        max_tokens=3, temperature=0.5, top_p=0.9, top_k=4, seed=5, stop=("A", "B")
+        max_tokens=3,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=4,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        num_beams=2,
+        length_penalty=0.5,
+        seed=5,
+        stop=("A", "B"),
     )
 
 

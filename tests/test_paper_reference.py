@@ -63,7 +63,8 @@ class Weights:
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
-    return weight * x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt()
+    normed: Tensor = weight * x / (x.pow(2).mean(-1, keepdim=True) + CONFIG.rms_norm_eps).sqrt()
+    return normed
 
 
 def rope(x: Tensor, positions: npt.NDArray[np.int64]) -> Tensor:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -19,6 +21,7 @@ from transformers import (
 
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.errors import NonFiniteError, ReuseError
+from torch_cacheslide.processors import RepetitionPenalty
 from torch_cacheslide.sampling import NUCLEUS_GUESS, Sampler
 
 VOCABULARY = 50
@@ -35,6 +38,8 @@ def reference(logits: Tensor, sampling: Sampling) -> Tensor:
         chain.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1.0:
         chain.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        chain.append(MinPLogitsWarper(sampling.min_p))
     scores: Tensor = chain(torch.zeros(1, 1, dtype=torch.long), logits[None])[0]
     return scores.softmax(-1)
 
@@ -45,11 +50,12 @@ def reference(logits: Tensor, sampling: Sampling) -> Tensor:
     temperature=st.floats(0.05, 5.0),
     top_k=st.integers(0, VOCABULARY + 5),
     top_p=st.floats(1e-6, 1.0),
+    min_p=st.one_of(st.just(0.0), st.floats(1e-3, 1.0)),
 )
 def test_the_distribution_is_that_of_transformers_processors(
-    seed: int, temperature: float, top_k: int, top_p: float
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = random_logits(seed)
     ours = Sampler(sampling).probabilities(logits)
     torch.testing.assert_close(ours, reference(logits, sampling), rtol=1e-4, atol=1e-6)
@@ -78,6 +84,34 @@ def test_filters_keep_the_tokens_that_hand_calculation_keeps(
     probabilities = Sampler(sampling).probabilities(logits)
     assert set(probabilities.nonzero().flatten().tolist()) == kept
     assert probabilities.sum().item() == pytest.approx(1.0)
+
+
+def test_a_minimum_probability_is_relative_to_the_best() -> None:
+    logits = torch.tensor([0.05, 0.15, 0.3, 0.5]).log()
+    probabilities = Sampler(Sampling(temperature=1.0, min_p=0.4)).probabilities(logits)
+    torch.testing.assert_close(probabilities, torch.tensor([0.0, 0.0, 0.375, 0.625]))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 32),
+    penalty=st.floats(0.2, 5.0),
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40),
+    answer=st.lists(st.integers(0, VOCABULARY - 1), max_size=10),
+)
+def test_a_repetition_penalty_is_that_of_transformers(
+    seed: int, penalty: float, prompt: list[int], answer: list[int]
+) -> None:
+    logits = random_logits(seed)
+    ours = RepetitionPenalty(penalty, prompt)
+    for token in answer:
+        ours.accept(token)
+    twin = ours.fork()
+    twin.accept((prompt[0] + 1) % VOCABULARY)
+    theirs: Any = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = theirs(torch.tensor([prompt + answer]), logits[None].clone())[0]
+    torch.testing.assert_close(ours.apply(logits), expected)
+    assert torch.equal(logits, random_logits(seed))
 
 
 def test_tokens_that_tie_with_the_kth_are_all_kept() -> None:

@@ -204,8 +204,8 @@ def test_chunks_are_listed_without_rendering() -> None:
 
 
 def test_the_packaged_templates_are_known_by_name() -> None:
-    assert set(template_names()) == {"reflexion", "memgpt", "swe_agent"}
-    with pytest.raises(TemplateError, match="known: memgpt, reflexion, swe_agent"):
+    assert set(template_names()) == {"reflexion", "reflexion_react", "memgpt", "swe_agent"}
+    with pytest.raises(TemplateError, match="known: memgpt, reflexion, reflexion_react, swe_agent"):
         PromptTemplate.named("../reflexion")
 
 

@@ -140,7 +140,7 @@ def test_each_token_costs_a_bounded_amount_of_decoding(tokenizers: Tokenizers) -
         all_special_ids=tokenizer.all_special_ids,
     )
     ids = tokenizer(WORDS * 40, add_special_tokens=False)["input_ids"]
-    detokenizer: Any = WindowDetokenizer(counting)  # type: ignore[arg-type]
+    detokenizer: Any = WindowDetokenizer(counting)
     assert "".join([*map(detokenizer.push, ids), detokenizer.flush()]) == decoded(tokenizer, ids)
     assert len(decoded_ids) <= 4 * len(ids)
 

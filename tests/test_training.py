@@ -16,7 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
 
+from cacheslide_agents.cli import app
 from cacheslide_agents.errors import DataError, ModelError, ModelLoadError, RequestError
 from cacheslide_agents.training.artifact import Card, apply_adapter, save_adapter
 from cacheslide_agents.training.binding import bind
@@ -116,7 +118,7 @@ def test_distillation_is_the_gradient_of_the_mean_divergence(folder: Path) -> No
     p = torch.log_softmax(teacher(IDS[None]).logits[0], dim=-1)
     q = torch.log_softmax(student(IDS[None]).logits[0], dim=-1)
     whole = (p.exp() * (p - q)).sum(-1).mean()
-    (whole * 0.25).backward()
+    (whole * 0.25).backward()  # type: ignore[no-untyped-call]
     assert loss == pytest.approx(float(whole), rel=1e-5)
     torch.testing.assert_close(split, weight.grad, rtol=1e-4, atol=1e-9)
 
@@ -281,3 +283,23 @@ def test_windows_depend_on_seed_and_number_alone(folder: Path, text: Path) -> No
 
 def test_binding_names_every_attention_projection(teacher: Any) -> None:
     assert len(bind(teacher)) == 2 * 4
+
+
+def test_the_command_line_trains_and_says_how_near_it_came(folder: Path, tmp_path: Path) -> None:
+    def cli(*arguments: str) -> Result:
+        return CliRunner().invoke(app, arguments)
+
+    words = " ".join(["seven small boats left the harbour"] * 400)
+    text = tmp_path / "long.jsonl"
+    text.write_text(json.dumps({"text": words}) + "\n")
+    arguments = ["train", "--text", str(text), "--valid", str(text), "-m", str(folder), "--json"]
+    arguments += ["--tokens", "64", "--lengths", "16,32", "--npos", "8"]
+    refused = cli(*arguments, "--out", str(tmp_path / "a"), "--lengths", "16,x")
+    assert refused.exit_code == 2 and "whole numbers" in refused.stderr
+    done = cli(*arguments, "--out", str(tmp_path / "b"))
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)["held_out"]
+    assert [each["length"] for each in found] == [256, 1024, 2048]
+    assert Card.read(tmp_path / "b" / "model").tokens == 64
+    again = cli(*arguments, "--out", str(tmp_path / "b"))
+    assert again.exit_code == 2 and "exists already" in again.stderr

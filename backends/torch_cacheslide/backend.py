@@ -22,7 +22,7 @@ from cacheslide_agents.backend import (
     Receipt,
     Scores,
 )
-from cacheslide_agents.errors import ContextOverflowError, ModelLoadError, RequestError
+from cacheslide_agents.errors import ContextOverflowError, RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide
@@ -32,7 +32,7 @@ from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
 from torch_cacheslide.attention import ATTENTION_NAME, register_attention
 from torch_cacheslide.engine import Engine, Job
-from torch_cacheslide.families import position_of, stack_of, window_of
+from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.idle import IdleWork
 from torch_cacheslide.ids import check_ids
 from torch_cacheslide.load import Decoupling, Loading
@@ -101,7 +101,7 @@ class TorchBackend:
         self.store: PageStore = store if store is not None else MemoryStore(store_bytes)
         self._owns_store = store is None
         self._vocabulary = int(config.vocab_size)
-        ends = _eos_ids(loaded.model, loaded.tokenizer)
+        ends = ends_of(loaded.model, loaded.tokenizer)
         self._writer = Writer(loaded.tokenizer, self._vocabulary, ends)
         self._policy: Policy = policy if policy is not None else CacheSlide()
         cost = CostModel.from_config(config)
@@ -241,19 +241,6 @@ class TorchBackend:
                 "active_tokens": receipt.active_tokens,
             }.items():
                 self._counts[name] = self._counts.get(name, 0) + value
-
-
-def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every id the model or its tokenizer calls the end."""
-    declared = model.generation_config.eos_token_id
-    ids = declared if isinstance(declared, list) else [declared]
-    ends = [id_ for id_ in (*ids, tokenizer.eos_token_id) if id_ is not None]
-    if not all(isinstance(id_, int) for id_ in ends):
-        raise ModelLoadError(
-            f"generation_config.json: eos_token_id={declared!r} must be a token id or a list of "
-            "them; fetch the file again"
-        )
-    return tuple(set(ends))
 
 
 def _set_threads(threads: int) -> None:

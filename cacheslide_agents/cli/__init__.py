@@ -17,6 +17,7 @@ from cacheslide_agents.cli import (
     inspect,
     replay,
     report,
+    train,
     why,
 )
 from cacheslide_agents.cli.console import Commands, open_streams
@@ -38,6 +39,7 @@ app.command()(bench.bench)
 app.command()(replay.replay)
 app.command()(report.report)
 app.command()(demo.demo)
+app.command()(train.train)
 app.add_typer(cache.app)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Message, Span
 from cacheslide_agents.errors import PromptError
+from cacheslide_agents.prompt.calls import HERMES, CallFormat, recognised
 from cacheslide_agents.prompt.collect import MESSAGE_ROLES
 from cacheslide_agents.prompt.control import ControlTokens
 from cacheslide_agents.prompt.fold import folded_system
@@ -110,11 +111,21 @@ class ChatEncoder:
         _check_unicode(rendering.text, "the rendered prompt (tools, calls or names)")
         tokens = self._markup_tokenizer.encode(rendering.text, rendering.markup)
         spans = _spans(rendering, tokens)
-        return EncodedPrompt(tuple(tokens.ids.tolist()), spans, rendering.text, prompt.task)
+        ids, ends = tuple(tokens.ids.tolist()), tuple(tokens.ends.tolist())
+        return EncodedPrompt(ids, spans, rendering.text, prompt.task, ends)
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the chat template shows tool schemas, calls and results."""
+        """Whether the chat template shows tool schemas, calls and results, in a known format."""
+        return self._native_calls is not None
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the model is shown calls, and so writes them: natively, or in our own text."""
+        return self._native_calls or HERMES
+
+    @cached_property
+    def _native_calls(self) -> CallFormat | None:
         dialogue: list[dict[str, Any]] = [
             {"role": "user", "content": "Hi"},
             {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
@@ -128,9 +139,11 @@ class ChatEncoder:
         try:
             listed = self._render(dialogue[:1], [_PROBE_TOOL], True)
             used = self._render(dialogue, [_PROBE_TOOL], True)
+            called = self._render(dialogue[:2], [], False)
         except PromptError:
-            return False
-        return "probetool" in listed and "probeargument" in used and "proberesult" in used
+            return None
+        known = "probetool" in listed and "probeargument" in used and "proberesult" in used
+        return recognised(called) if known else None
 
     @cached_property
     def _knows_system(self) -> bool:

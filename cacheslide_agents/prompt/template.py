@@ -66,7 +66,7 @@ class PromptTemplate:
 
     @classmethod
     def named(cls, name: str) -> PromptTemplate:
-        """A packaged template: `reflexion`, `memgpt` or `swe_agent`; its name is the task."""
+        """A packaged template (`template_names()` has them all); its name is the task."""
         known = template_names()
         if name not in known:
             raise TemplateError(

@@ -52,7 +52,7 @@ def transfer(teacher: Any, student: Any, ids: Tensor, share: float) -> float:
             hidden_states=hidden, position_embeddings=position, attention_mask=None
         )
         error = _energy(found - wanted) / _energy(wanted)
-        (error * share).backward()
+        (error * share).backward()  # type: ignore[no-untyped-call]
         total += float(error.detach())
     return total / len(seen)
 
