@@ -1,0 +1,248 @@
+"""vLLM in this process (or in processes of its own) behind the `Backend` protocol.
+
+In: `GenerationRequest`s from any thread or event loop, many at once. Out: streamed chunks with a
+receipt, or scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from vllm import RequestOutput, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from cacheslide_agents.backend import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    PolicyLike,
+    Receipt,
+    Sampling,
+    Scores,
+)
+from cacheslide_agents.chunks import Role
+from cacheslide_agents.errors import BackendError, ContextOverflowError, RequestError
+from cacheslide_agents.policies import CacheSlide, Recompute
+from cacheslide_agents.policies.base import Policy, Population
+from cacheslide_agents.policies.draft import Prompt
+from cacheslide_agents.policies.planner import dense_plan
+from cacheslide_agents.policies.receipts import build_receipt
+from vllm_cacheslide.engine import EngineThread
+from vllm_cacheslide.forced import FORCED
+from vllm_cacheslide.launch import engine_args
+from vllm_cacheslide.params import sampling_params, token_logprobs
+from vllm_cacheslide.settings import GIB
+from vllm_cacheslide.wire import Annotation
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
+
+
+class VllmBackend:
+    """Answers prompts with a vLLM engine; requests of all callers are batched.
+
+    `model` is a local folder, a hub id or an alias. `store_bytes` bounds the page store of every
+    worker. `attention`: see `Settings`. `options` are vLLM's `EngineArgs` (`max_model_len`,
+    `enforce_eager`, `tensor_parallel_size`, ...). Where the engine runs is vLLM's own choice:
+    with `VLLM_ENABLE_V1_MULTIPROCESSING=0` in this process, else in others.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        dtype: str = "auto",
+        policy: Policy | None = None,
+        store_bytes: int = 4 * GIB,
+        attention: str = "runs",
+        **options: Any,
+    ) -> None:
+        extra = {"store_bytes": store_bytes, "attention": attention}
+        args = engine_args(model, extra, {"dtype": dtype, **options})
+        self._policy: Policy = policy if policy is not None else CacheSlide()
+        self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
+        config = self._thread.call(lambda engine: engine.vllm_config.model_config)
+        self.tokenizer: Any = self._thread.call(lambda engine: engine.get_tokenizer())
+        self.model_id = Path(model).name if Path(model).expanduser().exists() else model
+        self.max_model_len = int(config.max_model_len)
+        self.layers = int(config.hf_text_config.num_hidden_layers)
+        self._vocabulary = int(config.get_vocab_size())
+        self.off: str = self._rpc("cacheslide_off")
+        """Why this engine reuses nothing; empty when it does."""
+
+    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+        """Stream the answer. Closing the iterator aborts the request."""
+        policy, params = self._prepared(request)
+        return self._chunks(request, policy, params)
+
+    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        """The same for asyncio; cancelling the task aborts the request."""
+        policy, params = self._prepared(request)
+        return self._achunks(request, policy, params)
+
+    def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
+        """Log-probabilities of every vocabulary entry before each continuation token."""
+        count = self._check_ids("continuation_ids", continuation_ids)
+        self._check(request, room=count)
+        policy = self._policy_of(request)
+        params = sampling_params(
+            Sampling(max_tokens=count, ignore_eos=True),
+            None,
+            count,
+            {**self._extra(request, policy), FORCED: [int(token) for token in continuation_ids]},
+        )
+        params.logprobs, params.flat_logprobs, params.detokenize = -1, True, False
+        started, rows = perf_counter(), []
+        ttft_s = 0.0
+        for output in self._thread.stream(request.request_id, request.prompt_ids, params):
+            ttft_s = ttft_s or perf_counter() - started
+            rows += _rows(output.outputs[0].logprobs, self._vocabulary)
+        return Scores(np.stack(rows), self._receipt(request, policy, ttft_s))
+
+    def warm(self, request: GenerationRequest) -> None:
+        """Fill the store with what the policy will look for when a prompt like this one comes."""
+        self._check(request)
+        policy = self._policy_of(request)
+        if policy.population is Population.ISOLATED:
+            self._warm_chunks(request)
+        elif policy.population is Population.CONTEXT:
+            one = replace(request, sampling=Sampling(max_tokens=1), grammar=None, retain=True)
+            list(self.generate(one))
+
+    def pin(self, session: str) -> None:
+        self._rpc("cacheslide_pin", session, True)
+
+    def release(self, session: str) -> None:
+        self._rpc("cacheslide_pin", session, False)
+
+    def refresh(self, session: str) -> None:
+        """A hint this backend does not act on yet: the next dense turn refreshes."""
+
+    def metrics(self) -> Mapping[str, float]:
+        return cast(Mapping[str, float], self._rpc("cacheslide_metrics"))
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _prepared(self, request: GenerationRequest) -> tuple[Policy, SamplingParams]:
+        self._check(request)
+        policy = self._policy_of(request)
+        room = self.max_model_len - len(request.prompt_ids)
+        extra = self._extra(request, policy)
+        return policy, sampling_params(request.sampling, request.grammar, room, extra)
+
+    def _extra(self, request: GenerationRequest, policy: Policy) -> dict[str, Any]:
+        return {"kv_transfer_params": Annotation.of(request, policy).to_params()}
+
+    def _chunks(
+        self, request: GenerationRequest, policy: Policy, params: SamplingParams
+    ) -> Iterator[GenerationChunk]:
+        started, ttft_s = perf_counter(), 0.0
+        for output in self._thread.stream(request.request_id, request.prompt_ids, params):
+            ttft_s = ttft_s or perf_counter() - started
+            yield from self._told(request, policy, output, ttft_s)
+
+    async def _achunks(
+        self, request: GenerationRequest, policy: Policy, params: SamplingParams
+    ) -> AsyncIterator[GenerationChunk]:
+        started, ttft_s = perf_counter(), 0.0
+        outputs = self._thread.astream(request.request_id, request.prompt_ids, params)
+        try:
+            async for output in outputs:
+                ttft_s = ttft_s or perf_counter() - started
+                for chunk in self._told(request, policy, output, ttft_s):
+                    yield chunk
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    def _told(
+        self, request: GenerationRequest, policy: Policy, output: RequestOutput, ttft_s: float
+    ) -> Iterator[GenerationChunk]:
+        alternatives = request.sampling.logprobs
+        for answer in output.outputs:
+            ids = tuple(answer.token_ids)
+            logprobs = None
+            if alternatives is not None and answer.logprobs is not None:
+                logprobs = token_logprobs(ids, answer.logprobs, alternatives)
+            if answer.finish_reason is None:
+                yield GenerationChunk(answer.index, answer.text, ids, logprobs)
+                continue
+            reason = _REASONS.get(answer.finish_reason)
+            if reason is None:
+                raise BackendError(f"vLLM ended the request with {answer.finish_reason!r}")
+            receipt = self._receipt(request, policy, ttft_s)
+            yield GenerationChunk(answer.index, answer.text, ids, logprobs, reason, receipt)
+
+    def _receipt(self, request: GenerationRequest, policy: Policy, ttft_s: float) -> Receipt:
+        """The workers'; one that says why, when they have none."""
+        told = self._rpc("cacheslide_receipt", request.request_id)
+        if told is not None:
+            receipt = Receipt.from_dict(told)
+        else:
+            reason = self.off or "no receipt: the engine did not take the annotation"
+            ids = np.asarray(request.prompt_ids, dtype=np.int64)
+            plan = dense_plan(ids, request.spans, policy, outcome="fallback", reason=reason)
+            receipt = build_receipt(
+                plan,
+                request_id=request.request_id,
+                active=np.arange(len(ids)),
+                rows_per_layer=[len(ids)] * self.layers,
+            )
+        return replace(receipt, ttft_s=ttft_s)
+
+    def _warm_chunks(self, request: GenerationRequest) -> None:
+        ids = list(request.prompt_ids)
+        for span in request.spans:
+            if span.role is Role.RECOMPUTE or not len(span):
+                continue
+            annotation = Annotation.of(replace(request, spans=(), session=None), Recompute())
+            alone = replace(
+                annotation, request_id=f"{request.request_id}-{span.id}", retain=True, isolated=True
+            )
+            extra = {"kv_transfer_params": alone.to_params()}
+            params = sampling_params(Sampling(max_tokens=1), None, 1, extra)
+            list(self._thread.stream(alone.request_id, ids[span.start : span.stop], params))
+
+    def _rpc(self, method: str, *args: object) -> Any:
+        """What rank 0 answers."""
+        return self._thread.call(lambda engine: engine.collective_rpc(method, args=args))[0]
+
+    def _policy_of(self, request: GenerationRequest) -> Policy:
+        policy: PolicyLike = request.policy if request.policy is not None else self._policy
+        if not isinstance(policy, Policy):
+            raise RequestError(f"policy {policy!r} is not one; see cacheslide_agents.policies")
+        return policy
+
+    def _check(self, request: GenerationRequest, room: int = 1) -> None:
+        count = self._check_ids("prompt_ids", request.prompt_ids)
+        if count + room > self.max_model_len:
+            raise ContextOverflowError(count, self.max_model_len, room)
+        ids = np.asarray(request.prompt_ids, dtype=np.int64)
+        Prompt(ids, tuple(request.spans), self._policy_of(request)).check()
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> int:
+        array = np.asarray(ids)
+        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
+            raise RequestError(f"{name} must be one flat sequence of at least one token id")
+        low, high = array.min(), array.max()
+        if low < 0 or high >= self._vocabulary:
+            raise RequestError(
+                f"{name} holds {low if low < 0 else high}, outside the vocabulary of "
+                f"{self._vocabulary}; is this the model's own tokenizer?"
+            )
+        return len(array)
+
+
+def _rows(flat: Any, vocabulary: int) -> list[npt.NDArray[np.float32]]:
+    """One row [vocabulary] per position of vLLM's flat log-probabilities."""
+    rows = []
+    for start, stop in zip(flat.start_indices, flat.end_indices, strict=True):
+        row = np.full(vocabulary, -np.inf, dtype=np.float32)
+        row[flat.token_ids[start:stop]] = flat.logprobs[start:stop]
+        rows.append(row)
+    return rows

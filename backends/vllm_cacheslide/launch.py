@@ -1,0 +1,51 @@
+"""Engine arguments that switch CacheSlide on, and the model they are for.
+
+In: what a user gives. Out: vLLM's `EngineArgs`. `cacheslide serve` needs the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_cacheslide.plugin import CONNECTOR, register
+from vllm_cacheslide.settings import Settings
+
+WORKER = "vllm_cacheslide.worker.CacheSlideWorker"
+FORCED_TOKENS = "vllm_cacheslide.forced:ForcedTokens"
+LOCATORS = "cacheslide_agents.models"
+"""Entry points that turn a model's name into a folder: aliases, GGUF files, hub ids."""
+
+
+def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
+    """`extra` are the connector's settings (checked here), `options` any of `EngineArgs`."""
+    Settings.of(extra)
+    register()
+    transfer = KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_role="kv_both",
+        kv_connector_extra_config=dict(extra),
+        kv_load_failure_policy="recompute",
+    )
+    ours: dict[str, Any] = {
+        "kv_transfer_config": transfer,
+        "worker_cls": WORKER,
+        "logits_processors": [FORCED_TOKENS],
+        "max_logprobs": -1,
+    }
+    return EngineArgs(model=str(located(model)), **(ours | dict(options)))
+
+
+def located(model: str) -> Path | str:
+    """A folder if some installed backend can find or make one, else the name, for vLLM to find."""
+    if Path(model).expanduser().is_dir():
+        return Path(model).expanduser()
+    for entry in entry_points(group=LOCATORS):
+        found: Path = entry.load()(model)
+        return found
+    return model

@@ -1,0 +1,78 @@
+"""Our sampling and grammars in vLLM's words, and vLLM's log-probabilities in ours.
+
+In: a `GenerationRequest`. Out: `SamplingParams`; back: `TokenLogprob`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from vllm import SamplingParams
+from vllm.logprobs import Logprob
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from cacheslide_agents.backend import Grammar, Sampling, TokenLogprob
+from cacheslide_agents.errors import RequestError
+
+_GRAMMARS = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "ignore_eos",
+    "n",
+    "logprobs",
+)
+
+
+def sampling_params(
+    sampling: Sampling, grammar: Grammar | None, room: int, extra: Mapping[str, Any]
+) -> SamplingParams:
+    """`room`: tokens the window still holds. `extra` travels to the engine unchanged.
+
+    Raises `RequestError` for beam search, which vLLM runs as many requests of one token each.
+    """
+    if sampling.num_beams > 1:
+        raise RequestError(
+            f"num_beams={sampling.num_beams}: the vLLM backend samples; use the torch backend for "
+            "beam search, or n answers"
+        )
+    given = asdict(sampling)
+    return SamplingParams(
+        **{name: given[name] for name in _SAME},
+        max_tokens=min(sampling.max_tokens, room),
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        structured_outputs=None if grammar is None else _structured(grammar),
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=dict(extra),
+    )
+
+
+def token_logprobs(
+    token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None], alternatives: int
+) -> tuple[TokenLogprob, ...]:
+    """`positions` hold, per token, the token itself and the most likely ones."""
+    told = []
+    for token, position in zip(token_ids, positions, strict=True):
+        assert position is not None
+        ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
+        top = tuple((id_, each.logprob) for id_, each in ranked[:alternatives])
+        told.append(TokenLogprob(token, position[token].logprob, top))
+    return tuple(told)
+
+
+def _structured(grammar: Grammar) -> StructuredOutputsParams:
+    if grammar.kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(**{_GRAMMARS[grammar.kind]: grammar.source})

@@ -1,0 +1,153 @@
+"""The scheduler's side: plans requests when they arrive, orders prefills and keeps, step by step.
+
+In: vLLM's requests, some with an annotation. Out: how many tokens the workers will provide, and the
+orders that say how. Plans are made here because salting is due when a request arrives, and because
+every rank must follow the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cacheslide_agents.errors import CacheSlideError
+from vllm_cacheslide.guard import log
+from vllm_cacheslide.orders import Keep, Note, Prefill, StepOrders, StepResults
+from vllm_cacheslide.planning import (
+    Planned,
+    Planning,
+    ids_of,
+    left_to_vllm,
+    wants_prompt_logprobs,
+)
+from vllm_cacheslide.wire import PARAMETER, Annotation
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Scheduling:
+    """State of the scheduler's side; all methods are called by one thread.
+
+    At most `step_rows` tokens are computed by us in one step (or one request, if it is longer): our
+    work is not in vLLM's token budget, and other requests wait for it.
+    """
+
+    def __init__(self, planning: Planning, step_rows: int) -> None:
+        self._planning, self._step_rows = planning, step_rows
+        self._planned: dict[str, Planned] = {}
+        self._rows = 0
+        self._keeps: list[Keep] = []
+        self._prefills: list[Prefill] = []
+        self._notes: list[Note] = []
+        self._ended: list[str] = []
+
+    def arrived(self, request: Request) -> None:
+        """Plan an annotated request, and keep its blocks apart if they will not be exact."""
+        params = request.kv_transfer_params
+        if not params or PARAMETER not in params or request.prompt_token_ids is None:
+            return
+        try:
+            annotation = Annotation.from_params(params)
+        except CacheSlideError as error:
+            log.warning("request %s: annotation ignored: %s", request.request_id, error)
+            return
+        planned = self._sibling(request, annotation) or self._planning.plan(request, annotation)
+        self._planned[request.request_id] = planned
+        if planned.salt is not None:
+            request.cache_salt = planned.salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def matched(self, request: Request, local: int) -> int | None:
+        """Tokens beyond `local` that our workers provide; `None`: ask again in the next step."""
+        planned = self._planned.get(request.request_id)
+        if planned is None:
+            return 0
+        planned.start = local
+        if wants_prompt_logprobs(request) or not planned.takes_over(local):
+            return 0
+        if self._rows and self._rows + planned.rows(local) > self._step_rows:
+            return None
+        return planned.length - 1 - local
+
+    def admitted(self, request: Request, blocks: Sequence[int], provided: int) -> None:
+        """vLLM has given the request its blocks: it runs in this step."""
+        planned = self._planned.get(request.request_id)
+        if planned is None:
+            return
+        if provided:
+            self._rows += planned.rows(planned.start)
+            self._prefills.append(
+                Prefill(
+                    *planned.order(request),
+                    blocks=tuple(blocks),
+                    start=planned.start,
+                    edits=planned.edits,
+                )
+            )
+        elif not planned.ordered:
+            if planned.takes_over(planned.start):
+                planned.plan, planned.sources = left_to_vllm(request, planned.plan), ()
+            self._notes.append(Note(*planned.order(request), start=planned.start))
+        planned.ordered = True
+
+    def finished(self, request: Request, blocks: Sequence[int]) -> bool:
+        """True when the workers are to read the blocks before they are freed."""
+        planned = self._planned.pop(request.request_id, None)
+        if planned is None:
+            return False
+        self._ended.append(request.request_id)
+        context = self._planning.left_behind(request, planned)
+        if context is None:
+            return False
+        number = self._planning.directory.add(context)
+        self._keeps.append(
+            Keep(
+                *planned.order(request),
+                number=number,
+                context=context,
+                blocks=tuple(blocks),
+            )
+        )
+        return True
+
+    def not_to_retain(self, request: Request, blocks: Sequence[int], block_size: int) -> set[int]:
+        """Blocks that vLLM's prefix cache must forget: new ones of a prompt not to be retained.
+
+        Call it before `finished`.
+        """
+        planned = self._planned.get(request.request_id)
+        if planned is None or planned.annotation.retain or planned.salt is not None:
+            return set()
+        return set(blocks[planned.start // block_size :])
+
+    def take_orders(self) -> StepOrders:
+        """What was decided since the last step."""
+        orders = StepOrders(
+            tuple(self._keeps), tuple(self._prefills), tuple(self._notes), tuple(self._ended)
+        )
+        self._keeps, self._prefills, self._notes, self._ended = [], [], [], []
+        self._rows = 0
+        return orders
+
+    def learn(self, results: StepResults) -> None:
+        """What the workers reported."""
+        self._planning.directory.remove(results.lost)
+        for work, seconds in results.observed:
+            self._planning.cost.observe(work, seconds)
+        self._planning.off = self._planning.off or results.off
+
+    def _sibling(self, request: Request, annotation: Annotation) -> Planned | None:
+        """Another answer to the same prompt is under way: same plan, same blocks."""
+        for other in self._planned.values():
+            said = other.annotation
+            if (said.request_id, said.namespace) == (
+                annotation.request_id,
+                annotation.namespace,
+            ) and np.array_equal(other.plan.ids, ids_of(request)):
+                return replace(other, keeper=False, start=0, ordered=False)
+        return None

@@ -1,0 +1,199 @@
+"""The worker's side: carries out a step's orders with this rank's model and page store.
+
+In: orders from the scheduler's side. Out: filled slots, stored contexts, receipts, and what the
+scheduler should know. Trouble of one order is answered here: a prefill that fails is done again
+densely, a keep that fails is given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cacheslide_agents.pages.base import PageStore, StoredContext
+from cacheslide_agents.policies.base import Plan, PlannedRun
+from cacheslide_agents.policies.planner import dense_plan
+from cacheslide_agents.policies.receipts import build_receipt
+from cacheslide_agents.policies.work import Work
+from vllm_cacheslide.guard import log
+from vllm_cacheslide.keeping import Keeping
+from vllm_cacheslide.orders import Keep, Note, Order, Prefill, StepOrders, StepResults
+from vllm_cacheslide.prefill import SelectivePrefill
+from vllm_cacheslide.receipts import Receipts
+from vllm_cacheslide.rows import Job
+
+
+class Working:
+    """State of one rank."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        prefill: SelectivePrefill,
+        keeping: Keeping,
+        receipts: Receipts,
+        layers: int,
+    ) -> None:
+        self.store, self.receipts = store, receipts
+        self._prefill, self._keeping, self._layers = prefill, keeping, layers
+        self._contexts: dict[int, StoredContext] = {}
+        self._fallen: set[str] = set()
+        self._lost: set[int] = set()
+        self._observed: list[tuple[Work, float]] = []
+
+    def carry_out(self, orders: StepOrders) -> set[int]:
+        """Block ids that could not be filled at all; empty unless even dense prefill failed."""
+        for keep in orders.keeps:
+            self._keep(keep)
+        if orders.keeps:
+            self._find_lost()
+        self._fallen.difference_update(orders.ended)
+        for note in orders.notes:
+            self._note(note)
+        return self._fill(orders.prefills)
+
+    def take_results(self) -> StepResults:
+        results = StepResults(frozenset(self._lost), tuple(self._observed))
+        self._lost, self._observed = set(), []
+        return results
+
+    def _keep(self, order: Keep) -> None:
+        dense = order.engine_id in self._fallen
+        context = order.context
+        assert context is not None
+        if dense:
+            context = replace(context, exact=np.ones(len(context), dtype=np.bool_))
+        try:
+            kept = self._keeping.keep(replace(order, context=context), self._contexts, dense)
+        except Exception:  # the answer is out already; only the next turn is slower
+            log.warning("request %s: context not kept", order.request_id, exc_info=True)
+            kept = False
+        if kept:
+            self._contexts[order.number] = context
+        else:
+            self._lost.add(order.number)
+
+    def _find_lost(self) -> None:
+        """A new context may have driven out others."""
+        stored: set[StoredContext] = set()
+        for key in {context.key for context in self._contexts.values()}:
+            stored.update(self.store.find(key))
+        gone = {
+            number
+            for number, context in self._contexts.items()
+            if context not in stored
+            and not (
+                context.isolated and self.store.find_isolated(context.key, context.ids) is context
+            )
+        }
+        self._lost |= gone
+        for number in gone:
+            del self._contexts[number]
+
+    def _fill(self, prefills: Sequence[Prefill]) -> set[int]:
+        """Reuse where the plan says so; what fails is prefilled densely."""
+        orders: dict[Job, Prefill] = {}
+        for order in prefills:
+            orders[self._job(order)] = order
+        self._attempt(list(orders))
+        again: dict[Job, Prefill] = {}
+        for job, order in orders.items():
+            if job.trouble:
+                log.warning("request %s: dense after trouble: %s", job.request_id, job.trouble)
+                dense = self._dense_job(order, job.trouble)
+                again[dense] = order
+                self._fallen.add(order.engine_id)
+            else:
+                self._tell(job, order)
+        self._attempt(list(again))
+        for job, order in again.items():
+            self._tell(job, order)
+        return {block for job in again if job.trouble for block in job.blocks}
+
+    def _attempt(self, jobs: list[Job]) -> None:
+        """Trouble that is nobody's in particular is everybody's."""
+        if not jobs:
+            return
+        try:
+            self._prefill.run(jobs, self.store)
+        except Exception as error:
+            log.warning("prefill of %d requests failed", len(jobs), exc_info=True)
+            for job in jobs:
+                job.fail(error)
+
+    def _job(self, order: Prefill) -> Job:
+        plan, trouble = order.plan, ""
+        missing = [number for number in order.sources if number not in self._contexts]
+        if missing:
+            trouble = "PageError: the cached context has left the store"
+        else:
+            plan = self._linked(order)
+        active = plan.active
+        if plan.narrow is not None:
+            active = active | (np.arange(len(active)) >= plan.head)
+        return self._made(order, plan, active, trouble)
+
+    def _dense_job(self, order: Prefill, why: str) -> Job:
+        """`start` stays: what vLLM had of the prompt is its own, exact."""
+        plan = dense_plan(
+            order.plan.ids, order.plan.spans, order.plan.policy, outcome="fallback", reason=why
+        )
+        return self._made(order, plan, plan.active, "")
+
+    def _made(self, order: Prefill, plan: Plan, active: np.ndarray, trouble: str) -> Job:
+        rows = order.start + np.flatnonzero(active[order.start : len(plan.ids) - 1])
+        if trouble:
+            rows, plan = rows[:0], replace(plan, runs=(), narrow=None)
+        return Job(
+            order.engine_id,
+            order.request_id,
+            plan,
+            order.blocks,
+            rows,
+            order.start,
+            order.edits,
+            trouble,
+        )
+
+    def _linked(self, order: Order) -> Plan:
+        """The plan with this rank's own contexts as the sources of its runs."""
+        runs = tuple(
+            PlannedRun(planned.run, self._contexts[number])
+            for planned, number in zip(order.plan.runs, order.sources, strict=True)
+        )
+        return replace(order.plan, runs=runs)
+
+    def _tell(self, job: Job, order: Prefill) -> None:
+        """The receipt; vLLM's own last token counts as computed."""
+        rows = np.append(job.rows, len(job.plan.ids) - 1)
+        per_layer = [count + 1 for count in job.rows_per_layer or [len(job.rows)] * self._layers]
+        receipt = build_receipt(
+            job.plan,
+            request_id=job.request_id,
+            active=rows,
+            rows_per_layer=per_layer,
+            plan_s=order.plan_s,
+            load_s=job.load_s,
+            compute_s=job.compute_s,
+        )
+        if not order.sibling:
+            self.receipts.add(receipt)
+        if not job.trouble and job.plan.outcome != "fallback":
+            work = Work.measured(job.plan, per_layer, float(job.pairs))
+            self._observed.append((work, order.plan_s + job.load_s + job.compute_s))
+
+    def _note(self, order: Note) -> None:
+        if order.sibling:
+            return
+        rows = np.arange(order.start, len(order.plan.ids))
+        self.receipts.add(
+            build_receipt(
+                order.plan,
+                request_id=order.request_id,
+                active=rows,
+                rows_per_layer=[len(rows)] * self._layers,
+                plan_s=order.plan_s,
+            )
+        )
