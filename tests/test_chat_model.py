@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.tools import tool
 
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.chunks import Role
@@ -53,6 +52,7 @@ def test_answer_carries_text_finish_reason_model_and_the_receipt_as_plain_values
     assert answer.content == "Say these words"
     assert answer.response_metadata["finish_reason"] == "stop"
     assert answer.response_metadata["model_name"] == "fake-model"
+    assert answer.response_metadata["model_provider"] == "cacheslide"
     receipt = answer.response_metadata["cacheslide"]
     assert receipt["request_id"] == backend.requests[0].request_id
     assert receipt["outcome"] == "partial"
@@ -143,15 +143,31 @@ def test_settings_of_the_model_reach_the_backend(backend: FakeBackend) -> None:
         max_tokens=9,
         top_p=0.9,
         top_k=3,
+        min_p=0.05,
+        repetition_penalty=1.1,
         seed=4,
         stop=["END"],
+        num_beams=2,
+        length_penalty=0.5,
+        logprobs=True,
+        top_logprobs=3,
         namespace="tenant",
         session="run-1",
     )
     chat.invoke("Hi")
     (request,) = backend.requests
     assert request.sampling == Sampling(
-        max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=4, stop=("END",)
+        max_tokens=9,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.05,
+        repetition_penalty=1.1,
+        seed=4,
+        stop=("END",),
+        num_beams=2,
+        length_penalty=0.5,
+        logprobs=3,
     )
     assert (request.namespace, request.session) == ("tenant", "run-1")
 
@@ -199,25 +215,13 @@ def test_unknown_policy_name_is_refused_before_the_backend_is_asked(backend: Fak
     assert backend.requests == []
 
 
-@tool
-def search(query: str) -> str:
-    """Search."""
-    return query
-
-
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda chat: chat.bind_tools([search]), "tool calling is not supported"),
-        (lambda chat: chat.invoke("Hi", tools=[{"name": "f"}]), "'tools': tool calling"),
-        (lambda chat: chat.bind(tool_choice="any").invoke("Hi"), "'tool_choice': tool calling"),
-        (lambda chat: chat.with_structured_output(dict), "structured output is not supported"),
-        (lambda chat: chat.invoke("Hi", response_format={}), "'response_format': structured"),
-        (lambda chat: chat.invoke("Hi", logprobs=True), "'logprobs': log-probabilities"),
-        (lambda chat: next(chat.stream("Hi", top_logprobs=3)), "'top_logprobs': log-prob"),
+        (lambda chat: chat.bind(tool_choice="any").invoke("Hi"), "no tool is bound"),
+        (lambda chat: chat.invoke("Hi", model="other"), "'other' does not name the model"),
         (lambda chat: chat.invoke("Hi", presence_penalty=1.0), "'presence_penalty': no such"),
         (lambda chat: chat.invoke("Hi", temperature=-1.0), "temperature=-1.0 must be finite"),
-        (lambda chat: chat.get_num_tokens_from_messages([], tools=[search]), "tool calling"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name_and_never_ignored(

@@ -17,7 +17,7 @@ from langchain_core.messages import AIMessage, AIMessageChunk
 from cacheslide_agents.backend import GenerationChunk
 from cacheslide_agents.errors import ContextOverflowError
 from langchain_cacheslide import ChatCacheSlide
-from langchain_cacheslide.results import Answer
+from langchain_cacheslide.results import Answer, AnswerSetup
 
 if TYPE_CHECKING:
     from tests.support.fake_backend import FakeBackend
@@ -158,7 +158,7 @@ def test_batch_keeps_the_order_of_its_inputs(chat: ChatCacheSlide) -> None:
 
 
 def test_half_a_character_is_counted_but_makes_no_piece() -> None:
-    answer = Answer("m", retained=True)
+    answer = Answer(AnswerSetup("m", retained=True, spell=str))
     assert answer.add(GenerationChunk(0, "", (195,))) is None
     piece = answer.add(GenerationChunk(1, "é", (169,)))
     assert piece is not None

@@ -7,121 +7,105 @@ metadata say what was reused: `response_metadata["cacheslide"]` is the receipt o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models import LanguageModelInput, ModelProfile
 from langchain_core.language_models.base import LangSmithParams
-from langchain_core.language_models.chat_models import (
-    BaseChatModel,
-    agenerate_from_stream,
-    generate_from_stream,
-)
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.prompt_values import PromptValue
-from langchain_core.runnables import RunnableSerializable
+from langchain_core.runnables import Runnable, RunnableSerializable
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import model_validator
 
-from cacheslide_agents.backend import Backend, GenerationChunk, GenerationRequest
+from cacheslide_agents.backend import Backend
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.template import PromptTemplate
-from langchain_cacheslide import parameters
-from langchain_cacheslide.loader import BackendLoader
-from langchain_cacheslide.messages import from_messages, to_prompt_value
-from langchain_cacheslide.results import Answer
+from langchain_cacheslide import counting, parameters, structured
+from langchain_cacheslide.binding import ToolLike, demand, openai_tool
+from langchain_cacheslide.fields import ChatFields
+from langchain_cacheslide.local import LocalCall
+from langchain_cacheslide.messages import to_messages, to_prompt_value
+from langchain_cacheslide.profile import profile_of
+from langchain_cacheslide.request import prepare
+from langchain_cacheslide.results import PROVIDER
+from langchain_cacheslide.served import ServedCall
 from langchain_cacheslide.template import TemplateRunnable
 
 
-class ChatCacheSlide(BaseChatModel):
+class ChatCacheSlide(ChatFields):
     """A self-hosted chat model that reuses the KV cache of prompt chunks that moved.
 
     Input is what every LangChain chat model takes, cut into chunks automatically, or a
-    `ChunkedPrompt`; `template | model` works. All settings but `model`, `backend`,
-    `backend_options` and `loader` may also be given per call or with `bind`. Raises
-    `RequestError` for arguments it does not know and for tools, structured output and
-    log-probabilities, which it does not support.
+    `ChunkedPrompt`; `template | model` works. `backend` computes in this process; `base_url` asks
+    a server that speaks OpenAI's API instead. All settings but `backend`, `backend_options`,
+    `base_url`, `api_key` and `loader` may also be given per call or with `bind`, and besides them
+    `tools`, `tool_choice`, `parallel_tool_calls`, `response_format` and `grammar`. Raises
+    `RequestError` for arguments it does not know; none is silently ignored.
     """
-
-    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
-
-    model: str | None = None
-    """Alias, local directory or hub id; `None` takes the backend's default."""
-    backend: Any = "torch"
-    """The name of an installed backend, or a `Backend` (which then says what the model is)."""
-    backend_options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the backend's constructor: `device`, `dtype`, budgets."""
-    loader: BackendLoader = Field(default_factory=BackendLoader, exclude=True, repr=False)
-    """Give several models one loader and they share weights and cached contexts."""
-
-    temperature: float = 0.0
-    max_tokens: int = 256
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: list[str] | None = None
-    streaming: bool = False
-    """LangChain's switch: `True` also streams to callbacks where the caller wants one answer."""
-
-    namespace: str = "default"
-    """Isolation key: nothing is reused across namespaces."""
-    task: str | None = None
-    """Kind of prompt; `None` takes the template's name, or "default"."""
-    session: str | None = None
-    """Hint that names one agent's run."""
-    reuse: bool = True
-    """`False` computes every prompt densely (for judges and critics)."""
-    policy: Any = None
-    """A policy or its name; `None` takes the backend's default."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self._check_place()
         parameters.sampling(self._settings())
-        if not isinstance(self.backend, str):
-            if not isinstance(self.backend, Backend):
-                raise RequestError(
-                    f"backend={self.backend!r} must be a backend's name or a Backend instance"
-                )
-            if self.model not in (None, self.backend.model_id):
-                raise RequestError(
-                    f"model={self.model!r} does not name the model of the given backend, "
-                    f"{self.backend.model_id!r}; leave `model` out"
-                )
         return self
 
     @property
     def _llm_type(self) -> str:
-        return "cacheslide"
+        return PROVIDER
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What an answer depends on, and the namespace: LangChain's own cache keys on these."""
         named = isinstance(self.backend, str)
+        where = {"base_url": self.base_url} if self.is_remote else {}
         return {
-            "model": self.model if named else self.backend.model_id,
+            **where,
             "backend": self.backend if named else type(self.backend).__name__,
             "backend_options": self.backend_options,
             **self._settings(),
+            "model": self.model if named else self.backend.model_id,
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
-        params["ls_provider"] = "cacheslide"
-        name = kwargs.get("model", self._identifying_params["model"])
-        if name is not None:
-            params["ls_model_name"] = name
+        name = kwargs.get("model") or self._identifying_params["model"]
+        params["ls_provider"] = PROVIDER
+        params["ls_model_name"] = name or "default"
         return params
+
+    def _resolve_model_profile(self) -> ModelProfile | None:
+        return profile_of(self.backend)
 
     def load(self) -> Backend:
         """The backend, loaded now if it was not; calls do this by themselves."""
+        return self._backend(self.model)
+
+    def _backend(self, model: str | None) -> Backend:
+        if self.is_remote:
+            raise RequestError(f"the model at {self.base_url} is not loaded in this process")
         if isinstance(self.backend, str):
-            return self.loader.get(self.backend, self.model, self.backend_options)
+            return self.loader.get(self.backend, model, self.backend_options)
         backend: Backend = self.backend
         return backend
+
+    def _call(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+    ) -> LocalCall | ServedCall:
+        """One call, checked and ready; loads the backend if need be."""
+        settings = parameters.merge(self._settings(), stop, given)
+        if self.is_remote:
+            parameters.sampling(settings)
+            address = {name: settings[name] for name in parameters.CONNECTION}
+            server = self.loader.server(base_url=self.base_url, api_key=self.api_key, **address)
+            return ServedCall(server, messages, settings, demand(settings))
+        if not isinstance(self.backend, str) and "model" in given:
+            self._check_model_of(self.backend, settings["model"])
+        return LocalCall(prepare(self._backend, self.loader, messages, settings))
 
     def _generate(
         self,
@@ -130,7 +114,7 @@ class ChatCacheSlide(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+        return self._call(messages, stop, kwargs).generate()
 
     async def _agenerate(
         self,
@@ -139,7 +123,9 @@ class ChatCacheSlide(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
+        # Loading and tokenising take long enough to hold up an event loop.
+        call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+        return await call.agenerate()
 
     def _stream(
         self,
@@ -148,13 +134,9 @@ class ChatCacheSlide(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        backend, request = self._prepare(messages, stop, kwargs)
-        answer = Answer(backend.model_id, request.retain)
-        stream = cast("Generator[GenerationChunk, None, None]", backend.generate(request))
-        with closing(stream) as chunks:
-            for chunk in chunks:
-                if (piece := answer.add(chunk)) is not None:
-                    yield piece
+        parameters.check_streamable({**self._settings(), **kwargs})
+        with closing(self._call(messages, stop, kwargs).stream()) as pieces:
+            yield from pieces
 
     async def _astream(
         self,
@@ -163,36 +145,11 @@ class ChatCacheSlide(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        # Loading and tokenising take long enough to hold up an event loop.
-        backend, request = await asyncio.to_thread(self._prepare, messages, stop, kwargs)
-        answer = Answer(backend.model_id, request.retain)
-        stream = cast("AsyncGenerator[GenerationChunk, None]", backend.agenerate(request))
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                if (piece := answer.add(chunk)) is not None:
-                    yield piece
-
-    def _settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in parameters.SETTINGS}
-
-    def _prepare(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[Backend, GenerationRequest]:
-        settings = parameters.merge(self._settings(), stop, given)
-        sampling, policy = parameters.sampling(settings), parameters.policy(settings)
-        prompt = from_messages(messages, settings["task"])
-        backend = self.load()
-        encoded = self.loader.encoder(backend.tokenizer).encode(prompt)
-        return backend, GenerationRequest(
-            prompt_ids=encoded.ids,
-            spans=encoded.spans,
-            namespace=settings["namespace"],
-            task=encoded.task,
-            session=settings["session"],
-            sampling=sampling,
-            policy=policy,
-            retain=policy is None or policy.name != parameters.DENSE,
-        )
+        parameters.check_streamable({**self._settings(), **kwargs})
+        call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+        async with aclosing(call.astream()) as pieces:
+            async for piece in pieces:
+                yield piece
 
     def _convert_input(self, model_input: LanguageModelInput | ChunkedPrompt) -> PromptValue:
         if isinstance(model_input, ChunkedPrompt):
@@ -204,29 +161,71 @@ class ChatCacheSlide(BaseChatModel):
             return TemplateRunnable(template=other) | self
         return super().__ror__(other)
 
+    def to_messages(self, prompt: ChunkedPrompt) -> list[BaseMessage]:
+        """`prompt` as messages whose chunks this model knows again, whatever becomes of their
+        annotations: for agents and middleware that rebuild messages."""
+        self.loader.plans.remember(prompt)
+        return to_messages(prompt)
+
     def get_token_ids(self, text: str) -> list[int]:
         """The model's own tokens of `text`, without any that a chat template would add."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return list(self.load().tokenizer.encode(text, add_special_tokens=False))
 
+    def get_num_tokens(self, text: str) -> int:
+        if self.is_remote and self.custom_get_token_ids is None:
+            return counting.estimated(text)
+        return super().get_num_tokens(text)
+
     def get_num_tokens_from_messages(
         self, messages: list[BaseMessage], tools: Sequence[Any] | None = None
     ) -> int:
-        """Tokens of the whole prompt as it would be sent, chat template included."""
-        if tools:
-            raise parameters.refuse_tools()
-        prompt = from_messages(messages, self.task)
-        return len(self.loader.encoder(self.load().tokenizer).encode(prompt).ids)
+        """Tokens of the whole prompt as it would be sent, chat template and tools included; an
+        estimate where a server has the tokenizer."""
+        if self.is_remote:
+            return counting.estimated_prompt(messages, tools)
+        return counting.counted_prompt(self.load(), self.loader, messages, tools)
 
     def bind_tools(
         self,
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
-        tool_choice: str | None = None,
+        tool_choice: dict[str, Any] | str | bool | None = None,
+        strict: bool | None = None,
+        parallel_tool_calls: bool | None = None,
         **kwargs: Any,
-    ) -> NoReturn:
-        raise parameters.refuse_tools()
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with `tools`. `tool_choice`: "auto" (calls or text), "none", "any" or
+        "required" (a call), or the name of the one to call. `parallel_tool_calls=None`: several
+        calls under "auto", one where a call is forced. Calls always match their schema, with or
+        without `strict`. Raises `RequestError` for tools that cannot be described."""
+        given = {"tools": [openai_tool(tool) for tool in tools], "tool_choice": tool_choice}
+        given["parallel_tool_calls"] = parallel_tool_calls
+        demand({**dict.fromkeys(parameters.ANSWER), **given})
+        kept = {name: value for name, value in given.items() if value not in (None, [])}
+        return self.bind(**kept, **kwargs)
 
-    def with_structured_output(self, schema: dict[str, Any] | type, **kwargs: Any) -> NoReturn:
-        raise parameters.refuse_structured_output()
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: str = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,
+        tools: Sequence[ToolLike] | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers as instances of `schema`: a pydantic class, a TypedDict or a JSON schema.
+
+        `method`: "json_schema", "json_mode" (the same, but works without a schema, too) or
+        "function_calling". The answer always matches, with or without `strict`. With `tools` the
+        model may call them instead; such an answer stays a message.
+        """
+        structured.check_method(method, schema, tools)
+        binding = structured.binding(method, schema, strict)
+        if tools is not None:
+            binding["tools"] = [openai_tool(tool) for tool in tools]
+        model = self.bind(**binding, **kwargs)
+        parser = structured.parser(method, schema, with_tools=bool(tools))
+        return structured.with_raw(model, parser) if include_raw else model | parser

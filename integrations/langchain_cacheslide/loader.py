@@ -1,16 +1,25 @@
 """Which backend answers a chat model's calls.
 
-In: a backend's name, a model and options. Out: the loaded backend, loaded at the first call.
+In: a backend's name, a model and options; or a server's address. Out: the backend or the client,
+made at the first call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from langchain_core.messages import BaseMessage
 
 from cacheslide_agents.backend import Backend, load_backend
+from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.prompt.chat import ChatEncoder
+from cacheslide_agents.prompt.wire import ChunkPlans
+from langchain_cacheslide.messages import read_messages
+
+if TYPE_CHECKING:
+    from langchain_cacheslide.remote import RemoteChat
 
 _Key = tuple[str, str | None, dict[str, Any]]
 
@@ -20,10 +29,13 @@ class BackendLoader:
 
     Models that share a loader share weights and cached contexts; copies of a model do so by
     themselves. Safe to call from several threads: the first caller loads, the others wait.
+    `plans` is the side channel of chunk plans for all of them.
     """
 
     def __init__(self) -> None:
+        self.plans = ChunkPlans()
         self._lock = Lock()
+        self._servers: list[tuple[dict[str, Any], RemoteChat]] = []
         self._loaded: list[tuple[_Key, Backend]] = []
         self._encoders: list[tuple[Any, ChatEncoder]] = []
 
@@ -39,6 +51,24 @@ class BackendLoader:
             self._loaded.append((wanted, backend))
             return backend
 
+    def server(self, **address: Any) -> RemoteChat:
+        """The client of a server: `base_url`, `api_key`, `model`, `timeout`, `max_retries`."""
+        # The client's packages are needed by nobody who computes at home.
+        from langchain_cacheslide.remote import RemoteChat
+
+        with self._lock:
+            for known, server in self._servers:
+                if known == address:
+                    return server
+            server = RemoteChat(**address, cut=self._cut)
+            self._servers.append((address, server))
+            return server
+
+    def _cut(
+        self, messages: Sequence[BaseMessage], task: str | None, tools: Sequence[Any] | None
+    ) -> ChunkedPrompt:
+        return read_messages(messages, task, self.plans).prompt
+
     def encoder(self, tokenizer: Any) -> ChatEncoder:
         """The one encoder of a tokenizer, which takes longer to prepare than a prompt to encode."""
         with self._lock:
@@ -53,6 +83,7 @@ class BackendLoader:
         """Close every loaded backend; the next call loads anew."""
         with self._lock:
             self._encoders.clear()
+            self._servers.clear()
             while self._loaded:
                 self._loaded.pop()[1].close()
 

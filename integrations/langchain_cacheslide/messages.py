@@ -4,39 +4,38 @@ In: a `ChunkedPrompt`, or LangChain messages from anywhere. Out: the other of th
 
 A chunk becomes a text block with `extras={"cacheslide": {"id", "role", "task"}}`, LangChain's place
 for provider data. Annotations are hints: one that is damaged, unknown or repeated never changes the
-text of the prompt, only how it is cut.
+text of the prompt, only how it is cut. Where they were lost, the side channel has the chunks of
+every message whose text is as it was rendered.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-    convert_to_messages,
-)
+from langchain_core.messages import BaseMessage, convert_to_messages
 from langchain_core.prompt_values import ChatPromptValue
 
 from cacheslide_agents.chunks import Chunk, ChunkedPrompt, Message, Role
 from cacheslide_agents.prompt.auto import chunk_messages
+from cacheslide_agents.prompt.wire import ChunkPlans, plan_key
+from langchain_cacheslide.dialogue import to_dict
 
 KEY = "cacheslide"
-_ROLES: dict[type[BaseMessage], str] = {
-    SystemMessage: "system",
-    HumanMessage: "user",
-    AIMessage: "assistant",
-    ToolMessage: "tool",
-}
-_SAID_ELSEWHERE = frozenset({"tool_call", "tool_use", "function_call", "reasoning", "thinking"})
-"""Blocks that repeat `tool_calls`, or hold thoughts, which are not sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Messages as a prompt. `plan` says where its chunks come from.
+
+    `given` (annotations), `recalled` (the side channel), `automatic` (neither), or `mismatch: ...`
+    where a message was changed after it was rendered and so has no plan any more.
+    """
+
+    prompt: ChunkedPrompt
+    plan: str
 
 
 def to_messages(prompt: ChunkedPrompt) -> list[BaseMessage]:
@@ -55,18 +54,77 @@ def from_messages(messages: Sequence[BaseMessage], task: str | None = None) -> C
     `task=None` takes the one of the first annotation. Raises `PromptError` for content that is not
     text and for roles no chat template knows.
     """
-    dialogue = [_to_dict(message) for message in messages]
+    return read_messages(messages, task).prompt
+
+
+def read_messages(
+    messages: Sequence[BaseMessage], task: str | None = None, plans: ChunkPlans | None = None
+) -> Reading:
+    """The same, with chunks from the side channel where annotations were lost.
+
+    Annotated prompts are remembered in `plans` for turns to come.
+    """
+    dialogue = [to_dict(message) for message in messages]
     automatic = chunk_messages(dialogue)
     taken = {chunk.id for chunk in automatic.chunks()}
-    cut: list[Message] = []
-    tasks: list[str] = []
-    for message, given in zip(automatic.messages, dialogue, strict=True):
-        content = given["content"]
+    cutter = _Cutter(plans or ChunkPlans(), taken)
+    rows = zip(automatic.messages, dialogue, messages, strict=True)
+    cut = tuple(
+        cutter.cut(index, message, given["content"], _announced(original))
+        for index, (message, given, original) in enumerate(rows)
+    )
+    prompt = ChunkedPrompt(cut, task or next(iter(cutter.tasks), automatic.task))
+    if plans is not None and cutter.annotated:
+        plans.remember(replace(prompt, messages=tuple(cutter.annotated)))
+    return Reading(prompt, cutter.outcome)
+
+
+class _Cutter:
+    """Cuts message after message, and keeps count of where the chunks came from."""
+
+    def __init__(self, plans: ChunkPlans, taken: set[str]) -> None:
+        self.tasks: list[str] = []
+        self.annotated: list[Message] = []
+        self._plans = plans
+        self._taken = taken
+        self._recalled = 0
+        self._changed: list[int] = []
+
+    @property
+    def outcome(self) -> str:
+        if self._changed:
+            places = ", ".join(map(str, self._changed))
+            return f"mismatch: message {places} changed after it was rendered"
+        if self._recalled:
+            return "recalled"
+        return "given" if self.annotated else "automatic"
+
+    def cut(self, index: int, message: Message, content: Any, announced: str | None) -> Message:
         notes = [{}] if isinstance(content, str) else [_note(block) for block in content]
-        tasks += [note["task"] for note in notes if "task" in note]
-        chunks = zip(message.chunks, notes, strict=True)
-        cut.append(replace(message, chunks=tuple(_named(*pair, taken) for pair in chunks)))
-    return ChunkedPrompt(tuple(cut), task or next(iter(tasks), automatic.task))
+        if any(notes):
+            self.tasks += [note["task"] for note in notes if "task" in note]
+            chunks = zip(message.chunks, notes, strict=True)
+            named = replace(message, chunks=tuple(self._named(*pair) for pair in chunks))
+            self.annotated.append(named)
+            return named
+        plan = self._plans.recall(message) if message.chunks else None
+        if plan is not None and self._taken.isdisjoint(name for name, _, _ in plan.chunks):
+            self._recalled += 1
+            self.tasks.append(plan.task)
+            self._taken.update(name for name, _, _ in plan.chunks)
+            return replace(message, chunks=plan.cut(message.content))
+        if plan is None and announced not in (None, plan_key(message)):
+            self._changed.append(index)
+        return message
+
+    def _named(self, chunk: Chunk, note: Mapping[str, str]) -> Chunk:
+        """`chunk` under its author's id and role, unless another chunk already has that id."""
+        name = note.get("id", chunk.id)
+        if name in self._taken:
+            name = chunk.id
+        self._taken.add(name)
+        role = note.get("role")
+        return Chunk(name, chunk.text, Role(role) if role in tuple(Role) else chunk.role)
 
 
 def _to_message(message: Message, task: str) -> BaseMessage:
@@ -80,6 +138,7 @@ def _to_message(message: Message, task: str) -> BaseMessage:
     if "tool_calls" in given:
         given["tool_calls"] = [_with_json(call) for call in given["tool_calls"]]
     (converted,) = convert_to_messages([given])
+    converted.additional_kwargs[KEY] = plan_key(message)
     return converted
 
 
@@ -95,39 +154,6 @@ def _with_json(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-def _to_dict(message: BaseMessage) -> dict[str, Any]:
-    """An OpenAI-style message whose blocks keep their annotations."""
-    given: dict[str, Any] = {"role": _role(message), "content": _content(message)}
-    given["name"] = message.name
-    given["reasoning_content"] = message.additional_kwargs.get("reasoning_content")
-    if isinstance(message, ToolMessage):
-        given["tool_call_id"] = message.tool_call_id
-    if isinstance(message, AIMessage):
-        calls = [*message.tool_calls, *message.invalid_tool_calls]
-        given["tool_calls"] = [
-            {"id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
-            for call in calls
-        ]
-    return given
-
-
-def _role(message: BaseMessage) -> str:
-    if isinstance(message, ChatMessage):
-        return message.role
-    kinds = (role for kind, role in _ROLES.items() if isinstance(message, kind))
-    return next(kinds, message.type)
-
-
-def _content(message: BaseMessage) -> str | list[Any]:
-    if isinstance(message.content, str):
-        return message.content
-    return [block for block in message.content if not _is_said_elsewhere(block)]
-
-
-def _is_said_elsewhere(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") in _SAID_ELSEWHERE
-
-
 def _note(block: Any) -> dict[str, str]:
     """What is sound in a block's annotation."""
     extras = block.get("extras") if isinstance(block, dict) else None
@@ -137,11 +163,7 @@ def _note(block: Any) -> dict[str, str]:
     return {key: value for key, value in note.items() if isinstance(value, str) and value}
 
 
-def _named(chunk: Chunk, note: Mapping[str, str], taken: set[str]) -> Chunk:
-    """`chunk` under its author's id and role, unless another chunk already has that id."""
-    name = note.get("id", chunk.id)
-    if name in taken:
-        name = chunk.id
-    taken.add(name)
-    role = note.get("role")
-    return Chunk(name, chunk.text, Role(role) if role in tuple(Role) else chunk.role)
+def _announced(message: BaseMessage) -> str | None:
+    """The key of the plan that the message had when it was rendered."""
+    key = message.additional_kwargs.get(KEY)
+    return key if isinstance(key, str) else None

@@ -1,7 +1,7 @@
 """What may be set per call, and what is refused.
 
 In: a model's own settings and the keyword arguments of one call. Out: one mapping of settings, from
-which `Sampling` and the policy are made.
+which `Sampling`, the policy and the wish for an answer are made.
 """
 
 from __future__ import annotations
@@ -12,34 +12,32 @@ from typing import Any
 from cacheslide_agents.backend import PolicyLike, Sampling
 from cacheslide_agents.errors import RequestError
 
-SAMPLING = ("temperature", "max_tokens", "top_p", "top_k", "seed", "stop")
+SAMPLING = (
+    "temperature",
+    "max_tokens",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "n",
+    "num_beams",
+    "length_penalty",
+)
+LOGPROBS = ("logprobs", "top_logprobs")
 ROUTING = ("namespace", "task", "session", "reuse", "policy")
-SETTINGS = (*SAMPLING, *ROUTING)
+CONNECTION = ("model", "timeout", "max_retries")
+SETTINGS = (*SAMPLING, *LOGPROBS, *ROUTING, *CONNECTION)
+ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar")
+"""What only a call or a binding says."""
 DENSE = "recompute"
 """The policy that stores nothing and reuses nothing."""
 
-_TOOLS = "tool calling is not supported by this version"
-_STRUCTURED = "structured output is not supported by this version"
-_LOGPROBS = "log-probabilities are not returned by this version; use Backend.score"
-_REFUSED = {
-    "tools": _TOOLS,
-    "tool_choice": _TOOLS,
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "response_format": _STRUCTURED,
-    "logprobs": _LOGPROBS,
-    "top_logprobs": _LOGPROBS,
-}
 _LANGCHAIN_OWN = frozenset({"stream"})
 """Keyword arguments that langchain-core itself acts on and hands down all the same."""
-
-
-def refuse_tools() -> RequestError:
-    return RequestError(f"ChatCacheSlide: {_TOOLS}; call the model without bind_tools")
-
-
-def refuse_structured_output() -> RequestError:
-    return RequestError(f"ChatCacheSlide: {_STRUCTURED}; parse the text of the answer instead")
+_IMPLIED = frozenset({"strict"})
+"""Calls and schemas are always kept to: there is nothing to switch on."""
 
 
 def merge(
@@ -50,23 +48,32 @@ def merge(
     Raises `RequestError` for an argument that has no meaning here: none is silently ignored.
     `None` stands for "not given", as LangChain passes absent tools.
     """
-    merged = dict(defaults)
+    merged = {**dict.fromkeys(ANSWER), **defaults}
     if stop is not None:
         merged["stop"] = stop
     for name, value in given.items():
-        if name in SETTINGS:
+        if name in ("model", "max_retries") and value is None:
+            continue
+        if name in merged:
             merged[name] = value
-        elif value is not None and name not in _LANGCHAIN_OWN:
-            reason = _REFUSED.get(name, f"no such argument; known: {', '.join(SETTINGS)}")
-            raise RequestError(f"ChatCacheSlide, argument {name!r}: {reason}")
+        elif value is not None and name not in _LANGCHAIN_OWN | _IMPLIED:
+            known = ", ".join((*SETTINGS, *ANSWER))
+            raise RequestError(
+                f"ChatCacheSlide, argument {name!r}: no such argument; known: {known}"
+            )
     return merged
 
 
 def sampling(settings: Mapping[str, Any]) -> Sampling:
     """The decoding parameters among `settings`; `RequestError` when one is out of range."""
+    _check_connection(settings)
     stop = settings["stop"] or ()
     values = {name: settings[name] for name in SAMPLING if name != "stop"}
-    return Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **values)
+    return Sampling(
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logprobs=_logprobs(settings["logprobs"], settings["top_logprobs"]),
+        **values,
+    )
 
 
 def policy(settings: Mapping[str, Any]) -> PolicyLike | None:
@@ -78,3 +85,30 @@ def policy(settings: Mapping[str, Any]) -> PolicyLike | None:
     from cacheslide_agents.policies import named
 
     return named(chosen)
+
+
+def check_streamable(settings: Mapping[str, Any]) -> None:
+    """`RequestError` for several answers, which LangChain's streams have no place for."""
+    if settings["n"] != 1:
+        raise RequestError(f"n={settings['n']} answers cannot be streamed; use invoke or generate")
+
+
+def _logprobs(wanted: bool | None, top: int | None) -> int | None:
+    """OpenAI's two switches as one number of alternatives."""
+    if not isinstance(wanted, bool | None):
+        raise RequestError(
+            f"logprobs={wanted!r} must be True or False; say how many by top_logprobs"
+        )
+    if top is None:
+        return 0 if wanted else None
+    if not wanted:
+        raise RequestError(f"top_logprobs={top!r} needs logprobs=True")
+    return top
+
+
+def _check_connection(settings: Mapping[str, Any]) -> None:
+    timeout, retries = settings["timeout"], settings["max_retries"]
+    if timeout is not None and (not isinstance(timeout, int | float) or not timeout > 0):
+        raise RequestError(f"timeout={timeout!r} must be a number of seconds above 0, or None")
+    if not isinstance(retries, int) or retries < 0:
+        raise RequestError(f"max_retries={retries!r} must be at least 0, and whole")

@@ -5,62 +5,182 @@ In: `GenerationChunk`s. Out: `ChatGenerationChunk`s, the last of which carries u
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+from uuid import uuid4
 
-from langchain_core.messages import AIMessageChunk
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.language_models.chat_models import generate_from_stream
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import ToolCallChunk
+from langchain_core.messages.tool import tool_call_chunk as make_call_chunk
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from cacheslide_agents.backend import GenerationChunk, Receipt
+from cacheslide_agents.prompt.calls import CallFormat
+from cacheslide_agents.sampling import TokenLogprob
+from langchain_cacheslide.reasoning import ThoughtSplitter
+from langchain_cacheslide.toolcalls import CallPiece, CallReader, joined
+
+PROVIDER = "cacheslide"
 
 
-def usage(receipt: Receipt, output_tokens: int, *, retained: bool) -> UsageMetadata:
+def usage(
+    receipt: Receipt, output_tokens: int, *, retained: bool, reasoning: int = 0
+) -> UsageMetadata:
     """Token counts. `cache_read`: reused and not recomputed; `cache_creation`: newly stored."""
     details = InputTokenDetails(
         cache_read=receipt.reused_tokens,
         cache_creation=receipt.prompt_tokens - receipt.reused_tokens if retained else 0,
     )
-    return UsageMetadata(
+    counts = UsageMetadata(
         input_tokens=receipt.prompt_tokens,
         output_tokens=output_tokens,
         total_tokens=receipt.prompt_tokens + output_tokens,
         input_token_details=details,
     )
+    if reasoning:
+        counts["output_token_details"] = OutputTokenDetails(reasoning=reasoning)
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSetup:
+    """What must be known to read an answer.
+
+    `spell`: the text of a token. `calls`: how calls are written, `None` where none is expected.
+    `thinking`: the prompt ended inside the model's thoughts. `plan`: where the chunks came from.
+    """
+
+    model_name: str
+    retained: bool
+    spell: Callable[[int], str]
+    calls: CallFormat | None = None
+    thinking: bool = False
+    plan: str = "automatic"
 
 
 @dataclass
 class Answer:
-    """Turns the chunks of one request into LangChain's, counting output tokens on the way."""
+    """Turns the chunks of one answer into LangChain's, counting output tokens on the way."""
 
-    model_name: str
-    retained: bool
+    setup: AnswerSetup
     output_tokens: int = 0
+    reasoning_tokens: int = 0
+    _thoughts: ThoughtSplitter = field(init=False)
+    _calls: CallReader | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thoughts = ThoughtSplitter(self.setup.thinking)
+        self._calls = None if self.setup.calls is None else CallReader(self.setup.calls)
 
     def add(self, chunk: GenerationChunk) -> ChatGenerationChunk | None:
-        """`None` for a chunk that has neither text nor an end (half of a UTF-8 character)."""
+        """`None` for a chunk that says nothing yet (half of a UTF-8 character)."""
         self.output_tokens += len(chunk.token_ids)
-        if chunk.finish_reason is not None:
-            return self._last(chunk)
-        if not chunk.text:
+        pondered = self._thoughts.thinking
+        thought, text = self._thoughts.feed(chunk.text)
+        if pondered or thought or self._thoughts.thinking:
+            self.reasoning_tokens += len(chunk.token_ids)
+        last = chunk.finish_reason is not None
+        if last:
+            more_thought, more = self._thoughts.finish()
+            thought, text = thought + more_thought, text + more
+        text, pieces = self._without_calls(text, last)
+        metadata = self._logprobs(chunk.logprobs)
+        if not (last or text or thought or pieces or metadata):
             return None
-        return ChatGenerationChunk(message=AIMessageChunk(content=chunk.text))
-
-    def _last(self, chunk: GenerationChunk) -> ChatGenerationChunk:
-        metadata: dict[str, Any] = {
-            "finish_reason": chunk.finish_reason,
-            "model_name": self.model_name,
-        }
-        counts = None
-        if chunk.receipt is not None:
-            metadata["cacheslide"] = chunk.receipt.to_dict()
-            counts = usage(chunk.receipt, self.output_tokens, retained=self.retained)
         message = AIMessageChunk(
-            content=chunk.text,
+            content=text,
+            additional_kwargs={"reasoning_content": thought} if thought else {},
+            tool_call_chunks=[_call_chunk(piece) for piece in pieces],
             response_metadata=metadata,
-            usage_metadata=counts,
-            chunk_position="last",
         )
-        return ChatGenerationChunk(
-            message=message, generation_info={"finish_reason": chunk.finish_reason}
-        )
+        return self._finished(message, chunk) if last else ChatGenerationChunk(message=message)
+
+    def _without_calls(self, text: str, last: bool) -> tuple[str, list[CallPiece]]:
+        if self._calls is None:
+            return text, []
+        text, pieces = self._calls.feed(text)
+        if last:
+            more, rest = self._calls.finish()
+            text, pieces = text + more, joined(pieces + rest)
+        return text, pieces
+
+    def _finished(self, message: AIMessageChunk, chunk: GenerationChunk) -> ChatGenerationChunk:
+        reason = self._finish_reason(chunk)
+        message.response_metadata |= {
+            "finish_reason": reason,
+            "model_name": self.setup.model_name,
+            "model_provider": PROVIDER,
+        }
+        if chunk.receipt is not None:
+            receipt = {**chunk.receipt.to_dict(), "plan": self.setup.plan}
+            message.response_metadata["cacheslide"] = receipt
+            message.usage_metadata = usage(
+                chunk.receipt,
+                self.output_tokens,
+                retained=self.setup.retained,
+                reasoning=self.reasoning_tokens,
+            )
+        message.chunk_position = "last"
+        return ChatGenerationChunk(message=message, generation_info={"finish_reason": reason})
+
+    def _finish_reason(self, chunk: GenerationChunk) -> str | None:
+        calls = self._calls
+        called = calls is not None and calls.count > calls.broken
+        return "tool_calls" if called and chunk.finish_reason == "stop" else chunk.finish_reason
+
+    def _logprobs(self, logprobs: tuple[TokenLogprob, ...] | None) -> dict[str, Any]:
+        """In OpenAI's shape."""
+        if not logprobs:
+            return {}
+        content = [
+            {
+                **self._token(entry.token_id, entry.logprob),
+                "top_logprobs": [self._token(*alternative) for alternative in entry.top],
+            }
+            for entry in logprobs
+        ]
+        return {"logprobs": {"content": content}}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self.setup.spell(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class Answers:
+    """All `n` answers of one request. Their prompt is counted once, in the usage of the first."""
+
+    def __init__(self, setup: AnswerSetup, n: int) -> None:
+        self._answers = [Answer(setup) for _ in range(n)]
+        self._pieces: list[list[ChatGenerationChunk]] = [[] for _ in range(n)]
+
+    def add(self, chunk: GenerationChunk) -> None:
+        if (piece := self._answers[chunk.index].add(chunk)) is not None:
+            self._pieces[chunk.index].append(piece)
+
+    def result(self) -> ChatResult:
+        found = [generate_from_stream(iter(pieces)) for pieces in self._pieces]
+        generations = [result.generations[0] for result in found]
+        for later in generations[1:]:
+            message = cast(AIMessage, later.message)
+            message.usage_metadata = _output_only(message.usage_metadata)
+        return ChatResult(generations=generations)
+
+
+def _output_only(counts: UsageMetadata | None) -> UsageMetadata | None:
+    if counts is None:
+        return None
+    output = counts["output_tokens"]
+    return UsageMetadata(input_tokens=0, output_tokens=output, total_tokens=output)
+
+
+def _call_chunk(piece: CallPiece) -> ToolCallChunk:
+    """Ids of nine letters and digits, for Mistral's chat template takes no others."""
+    return make_call_chunk(
+        name=piece.name,
+        args=piece.arguments,
+        id=uuid4().hex[:9] if piece.first else None,
+        index=piece.index,
+    )
