@@ -1,0 +1,81 @@
+"""Answers that must be whole by a certain time.
+
+In: a stream and a number of seconds. Out: the same stream, which ends with `RequestTimeoutError`
+when they have passed; the request behind it is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from contextlib import aclosing, closing
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import monotonic
+from typing import Any, TypeVar, cast
+
+from cacheslide_agents.errors import RequestTimeoutError
+
+T = TypeVar("T")
+_END = object()
+
+
+def within(start: Callable[[], Iterator[T]], seconds: float | None) -> Generator[T, None, None]:
+    """What `start()` yields. Its generator is closed when this one is."""
+    if seconds is not None:
+        yield from _watched(start, seconds)
+        return
+    with closing(cast("Generator[T, None, None]", start())) as stream:
+        yield from stream
+
+
+async def awithin(
+    start: Callable[[], AsyncIterator[T]], seconds: float | None
+) -> AsyncGenerator[T, None]:
+    """The same for asyncio."""
+    deadline = None if seconds is None else monotonic() + seconds
+    async with aclosing(cast("AsyncGenerator[T, None]", start())) as stream:
+        while True:
+            left = None if deadline is None else deadline - monotonic()
+            try:
+                async with asyncio.timeout(left):
+                    item = await anext(stream)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise RequestTimeoutError(seconds or 0.0) from None
+            yield item
+
+
+def _watched(start: Callable[[], Iterator[T]], seconds: float) -> Generator[T, None, None]:
+    """A thread waits in our place, for a generator that computes cannot be closed from outside."""
+    queue: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    left = Event()
+    name = "cacheslide-deadline"
+    Thread(target=_pump, args=(start, queue, left), name=name, daemon=True).start()
+    deadline = monotonic() + seconds
+    try:
+        while True:
+            try:
+                item, error = queue.get(timeout=max(0.0, deadline - monotonic()))
+            except Empty:
+                raise RequestTimeoutError(seconds) from None
+            if error is not None:
+                raise error
+            if item is _END:
+                return
+            yield item
+    finally:
+        left.set()
+
+
+def _pump(start: Callable[[], Iterator[Any]], queue: SimpleQueue[Any], left: Event) -> None:
+    try:
+        with closing(cast("Generator[Any, None, None]", start())) as stream:
+            for item in stream:
+                queue.put((item, None))
+                if left.is_set():
+                    return
+        queue.put((_END, None))
+    except BaseException as error:  # whatever it is belongs to the caller's thread
+        queue.put((None, error))

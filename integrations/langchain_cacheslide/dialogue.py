@@ -1,0 +1,80 @@
+"""LangChain messages in OpenAI's words, which chat templates speak.
+
+In: any LangChain message. Out: a mapping with role, content and what else a template may read.
+Reasoning is left out: a model's thoughts are not sent to it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
+
+_ROLES: dict[type[BaseMessage], str] = {
+    SystemMessage: "system",
+    HumanMessage: "user",
+    AIMessage: "assistant",
+    ToolMessage: "tool",
+}
+_SAID_ELSEWHERE = frozenset(
+    {"tool_call", "tool_call_chunk", "invalid_tool_call", "tool_use", "function_call"}
+)
+"""Blocks that repeat `tool_calls`."""
+_THOUGHTS = frozenset({"reasoning", "thinking", "redacted_thinking"})
+_NAMELESS = "invalid"
+"""The function of a call that had no name; chat templates insist on one."""
+_ERROR = "Error: "
+
+
+def to_dict(message: BaseMessage) -> dict[str, Any]:
+    """An OpenAI-style message whose blocks keep their annotations."""
+    given: dict[str, Any] = {"role": _role(message), "content": _content(message)}
+    given["name"] = message.name
+    if isinstance(message, ToolMessage):
+        given["tool_call_id"] = message.tool_call_id
+        if message.status == "error":
+            given["content"] = _as_error(given["content"])
+    if isinstance(message, AIMessage):
+        calls = [*message.tool_calls, *message.invalid_tool_calls]
+        given["tool_calls"] = [
+            {
+                "id": call["id"],
+                "function": {"name": call["name"] or _NAMELESS, "arguments": call["args"]},
+            }
+            for call in calls
+        ]
+    return given
+
+
+def _role(message: BaseMessage) -> str:
+    if isinstance(message, ChatMessage):
+        return message.role
+    kinds = (role for kind, role in _ROLES.items() if isinstance(message, kind))
+    return next(kinds, message.type)
+
+
+def _content(message: BaseMessage) -> str | list[Any]:
+    if isinstance(message.content, str):
+        return message.content
+    return [block for block in message.content if not _is_left_out(block)]
+
+
+def _is_left_out(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return kind in _SAID_ELSEWHERE or kind in _THOUGHTS
+
+
+def _as_error(content: str | list[Any]) -> str | list[Any]:
+    """A failed tool's result says so, for chat templates have no place for its status."""
+    first = content if isinstance(content, str) else next(iter(content), "")
+    text = first.get("text", "") if isinstance(first, dict) else first
+    if str(text).lstrip().lower().startswith("error"):
+        return content
+    return _ERROR + content if isinstance(content, str) else [_ERROR, *content]
