@@ -107,6 +107,7 @@ def test_fact_is_replaced_and_can_be_forgotten(companion: Any) -> None:
         (call("archival_memory_search", query="y", page=-1), "Nothing is on page -1 for 'y'."),
         (call("fly", to="Rome"), "Error: fly is not a valid tool"),
         (call("core_memory_append", block="cellar", content="y"), "Error invoking tool"),
+        (call("send_message", text="y"), "Error invoking tool"),
     ],
 )
 def test_wrong_call_is_answered_and_changes_nothing(
@@ -224,6 +225,8 @@ def test_functions_are_listed_without_what_the_agent_fills_in() -> None:
         ('{"name": "c"}', None),
         ('{"name": "d", "arguments": "x"}', None),
         ("{" * 2000, None),
+        ('{"name": "e", "arguments": {"page": 9223372036854775807}}', "e"),
+        ('{"name": "f", "arguments": {"page": 9223372036854775808}}', None),
         ("", None),
     ],
 )

@@ -101,5 +101,23 @@ def test_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         Shell(tmp_path / "nowhere")
 
 
-def test_nul_in_a_command_is_an_answer_and_no_error(shell: Shell) -> None:
-    assert shell.run("echo \0").code == 126
+@pytest.mark.parametrize("command", ["echo \0", "echo \ud800", "x" * 200_000])
+def test_command_that_cannot_be_started_is_an_answer_and_no_error(
+    shell: Shell, command: str
+) -> None:
+    found = shell.run(command)
+    assert found.code == 126
+    assert found.output.startswith("the command cannot be run: ")
+
+
+def test_folder_that_is_gone_is_an_answer_and_no_error(shell: Shell) -> None:
+    shell.folder.rmdir()
+    assert "No such file" in shell.run("ls").output
+
+
+@pytest.mark.parametrize(("version", "writes"), [(0, False), (2, False), (3, True)])
+def test_landlock_that_lets_files_be_truncated_does_not_count_as_confined(
+    shell: Shell, version: int, writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("langchain_cacheslide.agents.shell.landlock_version", lambda: version)
+    assert shell.confinement.writes is writes

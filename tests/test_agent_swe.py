@@ -11,9 +11,9 @@ import pytest
 from langchain_core.runnables import RunnableConfig
 
 from cacheslide_agents.bench import small_repository
-from cacheslide_agents.errors import RequestError
+from cacheslide_agents.errors import DataError, RequestError
 from langchain_cacheslide import ChatCacheSlide
-from langchain_cacheslide.agents import Shell, swe_graph
+from langchain_cacheslide.agents import Replayed, Shell, swe_graph
 from langchain_cacheslide.agents.shell import Result
 from langchain_cacheslide.agents.swe import NO_COMMAND, command_in, window
 
@@ -95,11 +95,30 @@ def test_session_is_pinned_and_refreshed_while_a_command_runs(scripted: Any) -> 
     assert model.backend.events == [*asked, ("release", "t")]
 
 
+def test_episode_that_breaks_off_leaves_nothing_pinned(scripted: Any) -> None:
+    class Broken:
+        def run(self, command: str) -> Result:
+            raise ConnectionError
+
+    thread: RunnableConfig = {"configurable": {"thread_id": "t"}}
+    look = run_block("ls")
+    model = scripted(look)
+    with pytest.raises(ConnectionError):
+        swe_graph(model, Broken()).invoke({"issue": "x"}, thread)
+    assert model.backend.events[-3:] == [("pin", "t"), ("refresh", "t"), ("release", "t")]
+    model = scripted(look)
+    with pytest.raises(DataError, match="recording ends"):
+        swe_graph(Replayed(model, [look]), Recorder()).invoke({"issue": "x"}, thread)
+    assert model.backend.events[-2:] == [("generate", "t"), ("release", "t")]
+
+
 @pytest.mark.parametrize(
     ("text", "command"),
     [
         ("Look.\n```bash\nls -l\n```", "ls -l"),
         ("```\nls\n```", "ls"),
+        ("```c++\r\nls\r\n```", "ls"),
+        ("```ls -l```", "ls -l"),
         ("```sh\na\n```\nthen\n```sh\nb && c\n```", "b && c"),
         ("```bash\ncat <<X\n1\nX\n```", "cat <<X\n1\nX"),
         ("All done.\n submit \n", "submit"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread
+from time import sleep, time
 from types import ModuleType
 
 import numpy as np
@@ -180,3 +182,56 @@ def test_without_the_option_nothing_is_checked(folder: Path) -> None:
     assert "guard_checks" not in backend.metrics()
     assert backend.metrics()["idle_done"] == 0
     backend.close()
+
+
+def grown(turn: int) -> GenerationRequest:
+    """The first turn's prompt and more, so that all that is reused is its exact head."""
+    more = np.random.default_rng(200 + turn).integers(3, 250, 20).tolist()
+    return replace(request(0), prompt_ids=[*request(0).prompt_ids, *more])
+
+
+def test_exact_reuse_of_fresh_contexts_is_neither_forbidden_nor_a_reason_for_trust(
+    backend: TorchBackend,
+) -> None:
+    key = ContextKey(backend.fingerprint, "default", "reflexion")
+    guard = backend._runtime.guard
+    assert guard is not None
+    answer(backend, 0)
+    guard.record(key, 9.0, now=time())
+    *_, old = backend.generate(grown(1))
+    assert old.receipt is not None and old.receipt.reason == "guard"  # stored before the verdict
+    for turn in range(2, 6):
+        *_, fresh = backend.generate(grown(turn))
+        assert fresh.receipt is not None and fresh.receipt.exact
+        assert fresh.receipt.reused_tokens >= len(request(0).prompt_ids)
+        assert backend.settle(60)
+    assert guard.tripped_at(key) is not None
+    assert answer(backend, 1).reason == "guard"  # approximate, so still forbidden
+
+
+def test_checks_that_never_ran_hold_nothing_once_the_backend_is_closed(folder: Path) -> None:
+    store, held = MemoryStore(1 << 28), Event()
+    backend = TorchBackend(str(folder), device="cpu", store=store, guard_every=1)
+    answer(backend, 0)
+    key = ContextKey(backend.fingerprint, "default", "reflexion")
+    assert backend._runtime.guard is not None
+    backend._runtime.guard.record(key, 9.0, now=0.0)  # so that what is stored may be tried again
+    started = backend._engine.stream(lambda job: (job.emit(0), held.wait(60)))
+    assert next(started) == 0
+    last = backend.generate(request(1))
+    asked = Thread(target=lambda: list(last))
+    asked.start()
+    while not backend._engine._waiting:
+        sleep(0.01)
+    blocked = backend._engine.stream(lambda job: (job.emit(0), job.cancelled.wait(60)))
+    after = Thread(target=lambda: list(blocked))
+    after.start()
+    while backend._engine._waiting < 2:
+        sleep(0.01)
+    held.set()
+    asked.join()
+    assert backend.metrics()["idle_waiting"] == 1  # behind the last one
+    backend.close()
+    after.join()
+    assert store.remove(store.contexts()) > 0
+    assert store.contexts() == []  # `remove` leaves what is leased

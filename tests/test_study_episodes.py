@@ -256,6 +256,17 @@ def test_command_line_reports_a_study_of_episodes(tmp_path: Path) -> None:
     assert "whole episodes, m" in table.stdout
 
 
+@pytest.mark.parametrize("options", [[], ["--page"], ["--json"], ["--plot", "figure.png"]])
+@pytest.mark.parametrize("points", [None, [], 3, [1], [{"agent": "memgpt"}]])
+def test_damaged_study_is_one_clear_line(tmp_path: Path, points: Any, options: list[str]) -> None:
+    for kind in ("episodes", "frontier"):
+        study = tmp_path / f"{kind}.json"
+        study.write_text(json.dumps({"study": kind, "points": points}))
+        told = CliRunner().invoke(app, ["report", str(study), *options])
+        assert (told.exit_code, told.stdout) == (2, "")
+        assert told.stderr.startswith("error: ")
+
+
 @pytest.mark.parametrize("wrong", [{"agents": ["pilot"]}, {"modes": ["dreamt"]}])
 def test_unknown_names_are_data_errors(
     wrong: Any, data: Path, support: Callable[[str], ModuleType]

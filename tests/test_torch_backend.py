@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -307,6 +309,28 @@ def test_closing_while_others_wait_fails_them_and_hangs_nobody(tiny_folder: Path
     for thread in threads:
         thread.join(timeout=30)
     assert len(ended) == 4
+
+
+def test_process_that_forgets_to_close_ends_well_while_its_worker_is_busy() -> None:
+    code = """
+from threading import Event
+from torch_cacheslide.engine import Abandoned, Engine
+
+def work(interrupt):
+    begun.set()
+    try:
+        while True:
+            interrupt()
+    except Abandoned:
+        print("gave way", flush=True)
+        raise
+
+begun = Event()
+Engine("test").idle("forever", work)
+begun.wait()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gave way\n", "")
 
 
 def test_a_job_cancelled_by_closing_ends_in_an_error_and_not_in_silence() -> None:

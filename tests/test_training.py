@@ -150,7 +150,8 @@ def test_evaluation_is_the_mean_over_every_predicted_token(teacher: Any) -> None
     nll, kl = [], []
     for start in (0, 40):
         window = torch.from_numpy(ids[start : start + 40])[None]
-        p, q = (m(window).logits[0, :-1].log_softmax(-1) for m in (teacher, student))
+        with torch.no_grad():
+            p, q = (m(window).logits[0, :-1].log_softmax(-1) for m in (teacher, student))
         nll.append(-q.gather(1, window[0, 1:, None]).mean())
         kl.append((p.exp() * (p - q)).sum(-1).mean())
     assert found.windows == 2
@@ -245,7 +246,9 @@ def test_a_folder_that_holds_another_run_is_refused(
         next(iter(Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b")))
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": 3}', '{"text": ""}', '{"other": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[" * 100_000, "[]", '{"text": 3}', '{"text": ""}', '{"other": "x"}']
+)
 def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good"}\n' + line + "\n")
@@ -254,7 +257,8 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"transfer_tokens": 0}, {"lengths": ()}, {"lengths": (4,)}, {"npos": 1}]
+    "change",
+    [{"transfer_tokens": 0}, {"lengths": ()}, {"lengths": (4,)}, {"npos": 1}, {"seed": -1}],
 )
 def test_a_recipe_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(change))):

@@ -60,6 +60,8 @@ class ChunkPlans:
 
     def recall(self, message: Message) -> ChunkPlan | None:
         """The plan of the message with this role and text, however it is cut now."""
+        if not self._plans:
+            return None
         key = plan_key(message)
         with self._lock:
             plan = self._plans.get(key)

@@ -15,6 +15,7 @@ import torch
 
 from cacheslide_agents.training.recipe import Recipe
 from cacheslide_agents.training.run import Job, train
+from torch_cacheslide.models import load_model
 
 RECIPE = Recipe(
     transfer_tokens=32 * 30, distil_tokens=32 * 12, lengths=(16, 48), npos=8, adapter_rank=None
@@ -29,6 +30,7 @@ def job(model: Path, text: Path, out: Path) -> Job:
 
 def main() -> None:
     model, text, out = (Path(each) for each in sys.argv[1:4])
+    load_model(model)  # imports what the children would each import
     kills, chance = int(sys.argv[4]), random.Random(int(sys.argv[5]))
     killed = 0
     while True:
