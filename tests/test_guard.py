@@ -19,6 +19,7 @@ from cacheslide_agents.pages import ContextKey, MemoryStore
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.guard import QualityGuard, Verdict
 from torch_cacheslide import TorchBackend
+from torch_cacheslide.engine import Job
 from torch_cacheslide.idle import divergence
 
 KEY, OTHER = (ContextKey("model", "tenant", task) for task in ("reflexion", "memgpt"))
@@ -216,14 +217,23 @@ def test_checks_that_never_ran_hold_nothing_once_the_backend_is_closed(folder: P
     key = ContextKey(backend.fingerprint, "default", "reflexion")
     assert backend._runtime.guard is not None
     backend._runtime.guard.record(key, 9.0, now=0.0)  # so that what is stored may be tried again
-    started = backend._engine.stream(lambda job: (job.emit(0), held.wait(60)))
+
+    def hold(job: Job) -> None:
+        job.emit(0)
+        held.wait(60)
+
+    started = backend._engine.stream(hold)
     assert next(started) == 0
     last = backend.generate(request(1))
     asked = Thread(target=lambda: list(last))
     asked.start()
     while not backend._engine._waiting:
         sleep(0.01)
-    blocked = backend._engine.stream(lambda job: (job.emit(0), job.cancelled.wait(60)))
+
+    def block(job: Job) -> None:
+        job.cancelled.wait(60)
+
+    blocked = backend._engine.stream(block)
     after = Thread(target=lambda: list(blocked))
     after.start()
     while backend._engine._waiting < 2:

@@ -116,7 +116,12 @@ def test_what_another_thread_leased_while_a_put_waited_stays_as_it_is(
         assert store.put(first.context, first.layers)
         assert writing.wait(60)  # writes ahead; what it writes cannot leave memory now
         wait = store._changed.wait_for
-        monkeypatch.setattr(store._changed, "wait_for", lambda *how: (waiting.set(), wait(*how))[1])
+
+        def watched(*how: Any) -> Any:
+            waiting.set()
+            return wait(*how)
+
+        monkeypatch.setattr(store._changed, "wait_for", watched)
         put = thread.submit(store.put, second.context, given, None, runs)
         assert waiting.wait(60)
         with store.lease([first.context]):

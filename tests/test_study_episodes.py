@@ -267,6 +267,15 @@ def test_damaged_study_is_one_clear_line(tmp_path: Path, points: Any, options: l
         assert told.stderr.startswith("error: ")
 
 
+@pytest.mark.parametrize("options", [[], ["--page"], ["--json"]])
+def test_run_without_rows_is_one_clear_line(tmp_path: Path, options: list[str]) -> None:
+    run = json.loads((Path(__file__).parents[1] / "docs/results/append.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**run, "rows": []}))
+    told = CliRunner().invoke(app, ["report", str(tmp_path / "run.json"), *options])
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "holds no rows" in told.stderr
+
+
 @pytest.mark.parametrize("wrong", [{"agents": ["pilot"]}, {"modes": ["dreamt"]}])
 def test_unknown_names_are_data_errors(
     wrong: Any, data: Path, support: Callable[[str], ModuleType]

@@ -88,10 +88,15 @@ def test_the_directory_has_no_keys_to_show() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"store_byte": 1}, "has store_byte; known: attention, receipts, store_bytes"),
+        (
+            {"store_byte": 1},
+            "has store_byte; known: attention, policy, receipts, store_bytes, tenant_header",
+        ),
         ({"store_bytes": 0}, "store_bytes=0"),
         ({"receipts": 1.5}, "receipts=1.5"),
         ({"attention": "flash"}, "attention='flash'"),
+        ({"policy": "flash"}, "no policy is named 'flash'"),
+        ({"tenant_header": "X: y"}, "tenant_header='X: y'"),
     ],
 )
 def test_wrong_settings_are_named(extra: dict[str, Any], message: str) -> None:

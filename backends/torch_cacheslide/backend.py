@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from os import PathLike
 from threading import Lock
 from time import perf_counter
 from typing import Any, cast
@@ -24,7 +25,6 @@ from cacheslide_agents.backend import (
 )
 from cacheslide_agents.errors import ContextOverflowError, RequestError
 from cacheslide_agents.pages.base import PageStore
-from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.cost import CostModel
@@ -40,20 +40,24 @@ from torch_cacheslide.models import load_model
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.remember import Refresh
 from torch_cacheslide.runtime import Runtime
+from torch_cacheslide.storage import Storage
+from torch_cacheslide.threads import set_threads
 from torch_cacheslide.writing import Writer
 
 GIB = 1 << 30
-MOST_THREADS = 1024
-"""OpenMP ends the process when it cannot start as many threads as it was told to."""
 
 
 class TorchBackend:
     """Answers prompts with a transformers decoder: Llama, Mistral, Qwen2, Qwen3 or MPT.
 
     `model` is a local folder, a hub id or an alias (`smollm2-135m`). `device` defaults to CUDA
-    where there is one; `dtype` to float32 on the CPU and bfloat16 on CUDA. `store_bytes` bounds its
-    own page store; a `store` that is given stays the giver's, and `close` leaves it as it is.
-    `threads` sets torch's intra-op threads for the whole process.
+    where there is one; `dtype` to float32 on the CPU and bfloat16 on CUDA. `threads` sets torch's
+    intra-op threads for the whole process.
+
+    `store_bytes` bounds the host memory of its own page store. With `store_path`, a folder for this
+    backend alone, contexts outlive the process: what leaves memory, and at `close` all of it, goes
+    there, up to `disk_bytes`, and the next backend of the same model finds it. A `store` that is
+    given stays the giver's, and `close` leaves it as it is.
 
     `prefetch` layers are loaded ahead of computation (0: none, `None`: by what gains); `decoupling`
     lets a layer start before its load is done (`load.Decoupling`). With `refresh="corrected"` the
@@ -73,6 +77,8 @@ class TorchBackend:
         policy: Policy | None = None,
         store: PageStore | None = None,
         store_bytes: int = 4 * GIB,
+        store_path: str | PathLike[str] | None = None,
+        disk_bytes: int = 64 * GIB,
         prefetch: int | None = None,
         decoupling: bool | str = True,
         refresh: str = "corrected",
@@ -83,7 +89,7 @@ class TorchBackend:
         refreshing = Refresh.of(refresh)
         guard = QualityGuard(guard_every, guard_budget) if guard_every is not None else None
         if threads is not None:
-            _set_threads(threads)
+            set_threads(threads)
         register_attention()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
@@ -98,8 +104,6 @@ class TorchBackend:
         self.device = stack.device
         self.dtype = stack.dtype
         self.max_model_len = window_of(config)
-        self.store: PageStore = store if store is not None else MemoryStore(store_bytes)
-        self._owns_store = store is None
         self._vocabulary = int(config.vocab_size)
         ends = ends_of(loaded.model, loaded.tokenizer)
         self._writer = Writer(loaded.tokenizer, self._vocabulary, ends)
@@ -110,6 +114,8 @@ class TorchBackend:
             raise RequestError(
                 "decoupling='slots' puts keys out of their order, which CoPE counts; use 'late'"
             )
+        self._storage = Storage(store, store_bytes, store_path, disk_bytes)
+        self.store = self._storage.store
         self._runtime = Runtime(
             stack,
             rotary,
@@ -147,11 +153,11 @@ class TorchBackend:
         self._check(request)
         list(self._engine.stream(lambda _: self._warm(request)))
 
-    def pin(self, session: str) -> None:
-        self.store.pin(session)
+    def pin(self, session: str, namespace: str = "default") -> None:
+        self.store.pin(session, namespace)
 
-    def release(self, session: str) -> None:
-        self.store.unpin(session)
+    def release(self, session: str, namespace: str = "default") -> None:
+        self.store.unpin(session, namespace)
 
     def refresh(self, session: str) -> None:
         """Have the session's newest context computed densely, when no request waits."""
@@ -167,8 +173,8 @@ class TorchBackend:
 
     def close(self) -> None:
         self._engine.close()
-        if self._owns_store:
-            self.store.clear()
+        self._idle.close()
+        self._storage.close()
 
     def _answer(self, request: GenerationRequest, job: Job) -> None:
         queued = perf_counter()
@@ -241,9 +247,3 @@ class TorchBackend:
                 "active_tokens": receipt.active_tokens,
             }.items():
                 self._counts[name] = self._counts.get(name, 0) + value
-
-
-def _set_threads(threads: int) -> None:
-    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
-        raise RequestError(f"threads={threads!r} must be a whole number from 1 to {MOST_THREADS}")
-    torch.set_num_threads(threads)

@@ -8,7 +8,9 @@ only while no job waits, and gives way to one that comes.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
+import os
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -65,7 +67,11 @@ class _Entry:
 
 
 class Engine:
-    """A queue with one worker. `close` makes queued jobs fail with `BackendError`."""
+    """A queue with one worker. `close` makes queued jobs fail with `BackendError`.
+
+    What is not closed is closed when the process exits: a thread that computes while the
+    interpreter goes down would abort the process.
+    """
 
     def __init__(self, name: str) -> None:
         self._entries: PriorityQueue[_Entry] = PriorityQueue()
@@ -78,6 +84,7 @@ class Engine:
         self._counts = {"idle_done": 0, "idle_abandoned": 0, "idle_failed": 0}
         self._worker = Thread(target=self._serve, name=name, daemon=True)
         self._worker.start()
+        atexit.register(self._close_at_exit, os.getpid())
 
     def stream(self, work: Callable[[Job], None]) -> Iterator[Any]:
         """Run `work(job)` on the worker; yields what it emits."""
@@ -137,6 +144,12 @@ class Engine:
                 self._running.cancelled.set()
             self._entries.put(_Entry(_END, next(self._numbers)))
         self._worker.join()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self, owner: int) -> None:
+        """A forked child has no worker, and perhaps a lock that nobody will release."""
+        if os.getpid() == owner:
+            self.close()
 
     def _submit(self, job: Job) -> Job:
         with self._state:

@@ -15,12 +15,13 @@ from time import time
 import torch
 from torch import Tensor
 
-from cacheslide_agents.errors import ReuseError
+from cacheslide_agents.errors import ReuseError, StoreError
 from cacheslide_agents.pages.base import ContextKey, StoredContext
+from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.policies.base import Plan, Policy
 from cacheslide_agents.policies.draft import dense_plan
 from cacheslide_agents.policies.guard import QualityGuard, Verdict
-from torch_cacheslide.engine import Engine, Interrupt
+from torch_cacheslide.engine import Abandoned, Engine, Interrupt
 from torch_cacheslide.load import sources_of
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.runtime import Runtime
@@ -39,12 +40,13 @@ class IdleWork:
         self._runtime, self._engine, self._policy = runtime, engine, policy
         self._keys: OrderedDict[str, set[ContextKey]] = OrderedDict()
         self._counts: dict[str, float] = {"refreshes": 0.0, "guard_kl": 0.0}
+        self._leases: dict[Lease, None] = {}
 
     def after(self, prompted: Prompted) -> None:
         """Look at a request that was prefilled: whose it was, and whether it is to be checked."""
-        session = prompted.request.session
+        session, key = prompted.request.session, prompted.key
         if session is not None:
-            self._keys.setdefault(session, set()).add(prompted.key)
+            self._keys.setdefault(session, set()).add(key)
             self._keys.move_to_end(session)
             if len(self._keys) > _SESSIONS:
                 self._keys.popitem(last=False)
@@ -53,7 +55,7 @@ class IdleWork:
             return
         if prompted.declined is not None:
             self._check_again(guard, prompted, prompted.declined)
-        elif prompted.plan.runs and guard.due(prompted.key):
+        elif prompted.plan.runs and guard.tripped_at(key) is None and guard.due(key):
             self._check(guard, prompted)
 
     def refresh(self, session: str) -> None:
@@ -62,6 +64,11 @@ class IdleWork:
             newest = next(iter(self._runtime.store.find(key, session)), None)
             if newest is not None and newest.session == session and not newest.exact.all():
                 self._refresh(newest)
+
+    def close(self) -> None:
+        """Let go of what work that will not be done any more held; the engine is closed."""
+        while self._leases:
+            self._release(next(iter(self._leases)))
 
     def metrics(self) -> Mapping[str, float]:
         guard = self._runtime.guard
@@ -82,38 +89,47 @@ class IdleWork:
 
     def _check(self, guard: QualityGuard, prompted: Prompted) -> None:
         """Compare a reuse with the dense run of the same prompt."""
-        plan, reused = prompted.plan, prompted.prefilled.logits[-1]
+        plan, key, reused = prompted.plan, prompted.key, prompted.prefilled.logits[-1]
         dense = dense_plan(plan.ids, plan.spans, self._policy, outcome="cold", reason="guard")
 
         def work(interrupt: Interrupt) -> None:
             prefilled, _ = self._runtime.run(dense, room=0, interrupt=interrupt)
             distance = divergence(prefilled.logits[-1], reused)
-            self._judge(guard, prompted.key, distance)
+            self._judge(guard, key, distance)
 
         self._engine.idle(("guard", prompted.request.request_id), work)
 
     def _check_again(self, guard: QualityGuard, prompted: Prompted, declined: Plan) -> None:
         """Try the reuse that was forbidden, if its contexts were stored after it was."""
-        since, dense = guard.tripped_at(prompted.key), prompted.prefilled.logits[-1]
+        key, dense = prompted.key, prompted.prefilled.logits[-1]
+        since = guard.tripped_at(key)
         sources = sources_of(declined)
         if since is None or any(source.created < since for source in sources):
             return
         try:
             lease = self._runtime.store.lease(sources)
-        except ReuseError:
+        except (ReuseError, StoreError):
             return
+        self._leases[lease] = None
 
         def work(interrupt: Interrupt) -> None:
             try:
                 prefilled, _ = self._runtime.run(declined, room=0, interrupt=interrupt)
                 distance = divergence(dense, prefilled.logits[-1])
-            except ReuseError:  # what cannot be reused is no reason for trust
+            except Abandoned:
+                raise
+            except Exception as error:  # what cannot be reused is no reason for trust
+                log.info("task %r stays on dense: %s", key.task, error)
                 distance = inf
-            lease.release()
-            self._judge(guard, prompted.key, distance)
+            self._release(lease)
+            self._judge(guard, key, distance)
 
         if not self._engine.idle(("guard", prompted.request.request_id), work):
-            lease.release()
+            self._release(lease)
+
+    def _release(self, lease: Lease) -> None:
+        del self._leases[lease]
+        lease.release()
 
     def _judge(self, guard: QualityGuard, key: ContextKey, distance: float) -> None:
         verdict = guard.record(key, distance, time())

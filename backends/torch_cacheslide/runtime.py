@@ -68,7 +68,7 @@ class Runtime:
         try:
             plan = self._plan(request, policy)
             lease = self.store.lease(sources_of(plan)) if plan.runs else None
-            if plan.runs and self.guard is not None and self.guard.declines(self._key(request)):
+            if plan.runs and self._distrusts(self._key(request), plan):
                 declined, plan = plan, _dense(request, policy, "declined", "guard")
             plan_s = perf_counter() - started
             prefilled, cache = self.run(plan, room)
@@ -139,6 +139,14 @@ class Runtime:
             alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
             _, cache = self.run(alone, room=0)
             remember(self.store, self.rotary, key, alone, cache, isolated=True)
+
+    def _distrusts(self, key: ContextKey, plan: Plan) -> bool:
+        """Exact reuse of what was stored since the guard put `key` on dense is not in question."""
+        if self.guard is None:
+            return False
+        since = self.guard.tripped_at(key)
+        fresh = since is not None and all(each.created >= since for each in sources_of(plan))
+        return not (fresh and plan.exact.all()) and self.guard.declines(key)
 
     def _plan(self, request: GenerationRequest, policy: Policy) -> Plan:
         return make_plan(

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,10 +22,12 @@ from cacheslide_agents.policies.cost import CostModel
 from vllm_cacheslide.assembly import assemble
 from vllm_cacheslide.guard import guarded, log
 from vllm_cacheslide.identity import fingerprint
+from vllm_cacheslide.metrics import STORED, PrometheusMetrics, Stats
 from vllm_cacheslide.orders import StepOrders, StepResults
 from vllm_cacheslide.planning import Planning
 from vllm_cacheslide.scheduling import Scheduling
 from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.stamp import stamp_of_server
 from vllm_cacheslide.support import version_note, why_not
 from vllm_cacheslide.working import Working
 
@@ -59,6 +62,7 @@ class CacheSlideConnector(KVConnectorBase_V1):
             self.scheduling = Scheduling(
                 Planning(cost, fingerprint(vllm_config), self.off),
                 vllm_config.scheduler_config.max_num_batched_tokens,
+                stamp_of_server(),
             )
             log.info("CacheSlide is %s", f"off: {self.off}" if self.off else "on")
             if note := version_note():
@@ -122,6 +126,24 @@ class CacheSlideConnector(KVConnectorBase_V1):
         if self.working is None:
             return StepResults(off=self.off) if self.off else None
         return self.working.take_results()
+
+    @guarded(lambda: None)
+    def get_kv_connector_stats(self) -> Stats | None:
+        """vLLM adds up all ranks; they did the same, so one speaks."""
+        if self.working is None or get_tensor_model_parallel_rank() != 0:
+            return None
+        news = self.working.receipts.take_news()
+        return (
+            Stats({**news, STORED: self.working.store.metrics()["memory_bytes"]}) if news else None
+        )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any, **named: Any) -> PrometheusMetrics:
+        return PrometheusMetrics(*given, **named)
 
     @guarded(lambda: None)
     def shutdown(self) -> None:

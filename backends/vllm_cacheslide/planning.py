@@ -87,6 +87,8 @@ class Planning:
         """Dense, with the reason, where a plan cannot be made or carried out."""
         started = perf_counter()
         edits: tuple[Edit, ...] = ()
+        if annotation.dropped:
+            return _dropped(request, annotation)
         try:
             plan = self._made(request, annotation)
             sources = self.directory.sources(plan)
@@ -108,7 +110,7 @@ class Planning:
         said, plan = planned.annotation, planned.plan
         computed = min(request.num_computed_tokens, request.num_tokens - 1)
         wanted = said.isolated or plan.policy.population is Population.CONTEXT
-        if not (said.retain and wanted and planned.keeper) or self.off:
+        if said.dropped or not (said.retain and wanted and planned.keeper) or self.off:
             return None
         if computed < planned.length:
             return None
@@ -165,6 +167,14 @@ def left_to_vllm(request: Request, plan: Plan) -> Plan:
         )
     why = "vLLM prefilled the prompt itself; see the engine's log"
     return dense_plan(plan.ids, plan.spans, plan.policy, outcome="fallback", reason=why)
+
+
+def _dropped(request: Request, annotation: Annotation) -> Planned:
+    """Left to vLLM, with its own prefix cache; only the receipt is ours."""
+    plan = dense_plan(
+        ids_of(request), (), annotation.policy, outcome="declined", reason=annotation.dropped
+    )
+    return Planned(annotation, plan, (), 0.0, None, keeper=True)
 
 
 def _fallback(request: Request, annotation: Annotation, why: str) -> Plan:

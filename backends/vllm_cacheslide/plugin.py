@@ -8,6 +8,8 @@ from __future__ import annotations
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 CONNECTOR = "CacheSlideConnector"
+PLUGIN = "cacheslide"
+"""Our entry points' name in vLLM's plugin groups, for `VLLM_PLUGINS`."""
 
 
 def register() -> None:

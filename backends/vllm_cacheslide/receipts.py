@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from typing import Any
 
 from cacheslide_agents.backend import Receipt
 
@@ -18,6 +19,7 @@ class Receipts:
         self._most = most
         self._latest: OrderedDict[str, Receipt] = OrderedDict()
         self._totals: Counter[str] = Counter()
+        self._news: Counter[str] = Counter()
 
     def add(self, receipt: Receipt) -> None:
         """A request id that comes again gets the new receipt."""
@@ -32,6 +34,7 @@ class Receipts:
                 "compute_s": receipt.compute_s,
             }
         )
+        self._news.update(_counted(receipt))
         self._latest.pop(receipt.request_id, None)
         self._latest[receipt.request_id] = receipt
         if len(self._latest) > self._most:
@@ -40,5 +43,22 @@ class Receipts:
     def of(self, request_id: str) -> Receipt | None:
         return self._latest.get(request_id)
 
+    def take_news(self) -> dict[str, float]:
+        """What was added since the last call, as `metrics.Stats` names it."""
+        news, self._news = self._news, Counter()
+        return {name: float(value) for name, value in news.items()}
+
     def totals(self) -> Mapping[str, float]:
         return {name: float(value) for name, value in self._totals.items()}
+
+
+def _counted(receipt: Receipt) -> dict[str, Any]:
+    return {
+        f"requests:{receipt.outcome}": 1,
+        "tokens:prompt": receipt.prompt_tokens,
+        "tokens:reused": receipt.reused_tokens,
+        "tokens:active": receipt.active_tokens,
+        "seconds:plan": receipt.plan_s,
+        "seconds:load": receipt.load_s,
+        "seconds:compute": receipt.compute_s,
+    }

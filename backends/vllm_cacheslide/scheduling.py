@@ -23,6 +23,7 @@ from vllm_cacheslide.planning import (
     left_to_vllm,
     wants_prompt_logprobs,
 )
+from vllm_cacheslide.stamp import expect_stamp
 from vllm_cacheslide.wire import PARAMETER, Annotation
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ class Scheduling:
     """State of the scheduler's side; all methods are called by one thread.
 
     At most `step_rows` tokens are computed by us in one step (or one request, if it is longer): our
-    work is not in vLLM's token budget, and other requests wait for it.
+    work is not in vLLM's token budget, and other requests wait for it. With a `stamp`, annotations
+    that do not bear it are ignored: a client wrote them.
     """
 
-    def __init__(self, planning: Planning, step_rows: int) -> None:
-        self._planning, self._step_rows = planning, step_rows
+    def __init__(self, planning: Planning, step_rows: int, stamp: str = "") -> None:
+        self._planning, self._step_rows, self._stamp = planning, step_rows, stamp
         self._planned: dict[str, Planned] = {}
         self._rows = 0
         self._keeps: list[Keep] = []
@@ -51,7 +53,8 @@ class Scheduling:
         if not params or PARAMETER not in params or request.prompt_token_ids is None:
             return
         try:
-            annotation = Annotation.from_params(params)
+            expect_stamp(params, self._stamp)
+            annotation = Annotation.from_params(params).bound_to(request.prompt_token_ids)
         except CacheSlideError as error:
             log.warning("request %s: annotation ignored: %s", request.request_id, error)
             return

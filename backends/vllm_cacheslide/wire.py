@@ -7,7 +7,7 @@ is a stranger's: it is bounded and checked, policies and selectors are ours by n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from cacheslide_agents.backend import GenerationRequest
 from cacheslide_agents.chunks import Role, Span
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.policies.base import Policy, Population, Reuse
+from cacheslide_agents.prompt.wire_plan import digest_of_ids
 
 PARAMETER = "cacheslide"
 MOST_SPANS = 4096
@@ -39,7 +40,9 @@ _ENUMS: dict[str, type[Enum]] = {
 class Annotation:
     """What a client says of its prompt; see `GenerationRequest`.
 
-    With `isolated` the prompt is one chunk, to be stored as computed alone.
+    With `isolated` the prompt is one chunk, to be stored as computed alone. `digest` is the
+    `digest_of_ids` that the spans are for; empty where the ids came along with them. `dropped` says
+    why nothing is to be reused or stored, empty if it is.
     """
 
     request_id: str
@@ -50,6 +53,8 @@ class Annotation:
     policy: Policy
     retain: bool
     isolated: bool = False
+    digest: str = ""
+    dropped: str = ""
 
     @classmethod
     def of(cls, request: GenerationRequest, policy: Policy) -> Self:
@@ -71,6 +76,8 @@ class Annotation:
             "policy": encode_policy(self.policy),
             "retain": self.retain,
             "isolated": self.isolated,
+            "digest": self.digest,
+            "dropped": self.dropped,
         }
         return {PARAMETER: body}
 
@@ -93,7 +100,24 @@ class Annotation:
             policy=decode_policy(body.get("policy")),
             retain=body.get("retain", True) is True,
             isolated=body.get("isolated", False) is True,
+            digest=_text(body, "digest", ""),
+            dropped=_text(body, "dropped", ""),
         )
+
+    def bound_to(self, ids: Sequence[int]) -> Annotation:
+        """This one with the spans' digests, or a dropped one if it is about other ids."""
+        if not self.digest or self.dropped:
+            return self
+        if digest_of_ids(ids) != self.digest:
+            why = "plan dropped: it is for other token ids than the server's; is the chat template"
+            return replace(self, spans=(), dropped=f"{why} or the tokenizer another one?")
+        spans = (
+            span
+            if span.digest
+            else replace(span, digest=digest_of_ids(ids[span.start : span.stop]))
+            for span in self.spans
+        )
+        return replace(self, spans=tuple(spans))
 
 
 def encode_policy(policy: object) -> Any:
@@ -168,8 +192,8 @@ class _Decoder:
             raise RequestError(f"policy cannot be made: {error}") from None
 
 
-def _text(body: Mapping[str, Any], name: str) -> str:
-    value = body.get(name)
+def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
+    value = body.get(name, default)
     if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise RequestError(f"{name} must be a string of at most {MOST_TEXT} characters")
     return value

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from cacheslide_agents.bench.points import checked_points
 from cacheslide_agents.errors import DataError
 
 _COLUMNS = (
@@ -28,16 +29,25 @@ _COLUMNS = (
     "reused",
     "score",
 )
-_TEXT = 3
-"""Columns that hold words."""
+_WORDS = ("agent", "mode", "policy")
+_NUMBERS = ("episodes", "calls", "wall_s", "llm_s", "ttft_s", "reused")
+_MAYBE = ("wall_speedup", "llm_speedup", "ttft_speedup", "score")
+
+
+def episode_points(study: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """One for each agent, mode and policy; `DataError` where the file does not hold them."""
+    points = study.get("points")
+    if study.get("study") != "episodes" or not points:
+        raise DataError("this needs a file of `cacheslide bench --study episodes` with points")
+    return checked_points(points, words=_WORDS, numbers=_NUMBERS, maybe=_MAYBE)
 
 
 def episodes_table(study: Mapping[str, Any]) -> Table:
     """Medians over episodes; `x` are paired ratios to `recompute`, larger is faster."""
-    points = _points(study)
-    table = Table(title=f"whole episodes, {study['model']}", title_justify="left")
+    points = episode_points(study)
+    table = Table(title=f"whole episodes, {study.get('model', '')}", title_justify="left")
     for number, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if number < _TEXT else "right")
+        table.add_column(column, justify="left" if number < len(_WORDS) else "right")
     for point in points:
         table.add_row(*_cells(point))
     return table
@@ -45,7 +55,7 @@ def episodes_table(study: Mapping[str, Any]) -> Table:
 
 def episodes_markdown(study: Mapping[str, Any]) -> str:
     """The same as a Markdown table."""
-    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *map(_cells, _points(study))]
+    lines = [_COLUMNS, ("---",) * len(_COLUMNS), *map(_cells, episode_points(study))]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -56,7 +66,7 @@ def plot_episodes(study: Mapping[str, Any], path: str | Path) -> None:
     except ImportError as error:
         raise DataError("plots need matplotlib; pip install 'cacheslide-agents[bench]'") from error
     panels: dict[str, list[Mapping[str, Any]]] = {}
-    for point in _points(study):
+    for point in episode_points(study):
         panels.setdefault(f"{point['agent']}, {point['mode']}", []).append(point)
     figure = Figure(figsize=(3.5 * len(panels), 4), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
@@ -79,13 +89,6 @@ def _parts(points: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
         "further tokens": [point["llm_s"] - point["ttft_s"] for point in points],
         "tools and agent": [max(0.0, point["wall_s"] - point["llm_s"]) for point in points],
     }
-
-
-def _points(study: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    points: Sequence[Mapping[str, Any]] = study.get("points") or ()
-    if study.get("study") != "episodes" or not points:
-        raise DataError("this needs a file of `cacheslide bench --study episodes` with points")
-    return points
 
 
 def _cells(point: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheslide_agents.bench.points import checked_points
 from cacheslide_agents.errors import DataError
 
 _LEAST_KL = 1e-7
@@ -18,9 +19,15 @@ _LEAST_KL = 1e-7
 
 def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
     """One panel per task, one line per selector; KL is logarithmic, lower left is better."""
-    points = study.get("points")
-    if not points:
+    given = study.get("points")
+    if not given:
         raise DataError("a frontier plot needs a study with 'points'; this file has none")
+    points = checked_points(
+        given,
+        words=("task", "policy", "selector"),
+        numbers=("compute_fraction", "kl_mean"),
+        maybe=("fraction",),
+    )
     try:
         from matplotlib import colormaps
         from matplotlib.figure import Figure

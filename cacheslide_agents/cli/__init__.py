@@ -17,6 +17,7 @@ from cacheslide_agents.cli import (
     inspect,
     replay,
     report,
+    serve,
     train,
     why,
 )
@@ -40,6 +41,7 @@ app.command()(replay.replay)
 app.command()(report.report)
 app.command()(demo.demo)
 app.command()(train.train)
+app.command(context_settings=serve.FOREIGN_FLAGS)(serve.serve)
 app.add_typer(cache.app)
 
 

@@ -45,6 +45,8 @@ def report(
         _episodes(study, page=page, as_json=as_json)
         return
     found = read_results(results)
+    if not found.rows:
+        raise DataError(f"{results} holds no rows; was the run ended before its first turn?")
     if as_json:
         emit({name: asdict(one) for name, one in found.summary.items()})
     elif page:
@@ -54,10 +56,14 @@ def report(
 
 
 def _episodes(study: dict[str, Any], *, page: bool, as_json: bool) -> None:
-    from cacheslide_agents.bench.episode_report import episodes_markdown, episodes_table
+    from cacheslide_agents.bench.episode_report import (
+        episode_points,
+        episodes_markdown,
+        episodes_table,
+    )
 
     if as_json:
-        emit(study["points"])
+        emit(episode_points(study))
     elif page:
         print(episodes_markdown(study), end="")
     else:

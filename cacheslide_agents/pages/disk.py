@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from cacheslide_agents.errors import PageError, StoreError
@@ -36,11 +37,15 @@ class Disk:
         self.read_only = read_only
         self._extents = Extents(self.folder / "extents")
         self._lock = None if read_only else self._prepare()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._unlock)
             self._index = Index(self.folder, read_only=read_only)
-        except BaseException:
-            self._unlock()
-            raise
+            undo.callback(self._index.close)
+            self._take_stock()
+            undo.pop_all()
+
+    def _take_stock(self) -> None:
+        """Read the index, and clean up as far as the disk allows."""
         self._needed: Counter[Place] = Counter()
         self._live: Counter[int] = Counter()
         self._places: dict[int, tuple[Place, ...]] = {}
@@ -53,8 +58,11 @@ class Disk:
         self._next = max({0, *self._table, *self._extents.numbers()}) + 1
         for row in self.contexts:
             self._keep(row)
-        if not read_only:
-            self._sweep()
+        if not self.read_only:
+            try:
+                self._sweep()
+            except OSError as error:
+                log.warning("%s: not cleaned up: %s", self.folder, error)
 
     def _prepare(self) -> FolderLock:
         try:

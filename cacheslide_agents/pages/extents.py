@@ -10,6 +10,7 @@ that left memory together, layer by layer, so that one layer of them is one sequ
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ import xxhash
 from cacheslide_agents.errors import PageError
 from cacheslide_agents.pages.geometry import Geometry
 
+log = logging.getLogger(__name__)
 MAGIC = "cacheslide extent"
 FORMAT = 1
 HEADER_BYTES = 4096
@@ -107,7 +109,11 @@ class Extents:
                 )
 
     def remove(self, number: int) -> None:
-        self.path(number).unlink(missing_ok=True)
+        """What cannot be removed now is in no index, and goes when the store is next opened."""
+        try:
+            self.path(number).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("extent %s cannot be removed: %s", self.path(number), error)
 
     def _sync_folder(self) -> None:
         folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

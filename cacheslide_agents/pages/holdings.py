@@ -86,7 +86,8 @@ class Holdings:
         log.warning("stored contexts are lost: %s", error)
         self.counts["misses_torn"] += 1
         for entry in {owner for block in blocks for owner in block.owners}:
-            self.drop(entry, "torn")
+            if self.catalog.get(entry.context) is entry:  # and not on its way in
+                self.drop(entry, "torn")
 
     def drop(self, entry: Entry, reason: str, heir: Entry | None = None) -> None:
         """Take `entry` out. What is on SSD of it and of those it replaced stays until `heir` is

@@ -63,12 +63,21 @@ class Keeper:
         if over is None:
             return None
         layers = self._filled(offer, runs) if plan.anew else offer.layers
-        return self._take_in(plan, layers, going, over)
+        return self._take_in(offer, plan, layers, going, over)
 
     def _take_in(
-        self, plan: Draft, layers: Sequence[LayerKV], going: list[Entry], over: list[Entry]
+        self,
+        offer: Offer,
+        plan: Draft,
+        layers: Sequence[LayerKV],
+        going: list[Entry],
+        over: list[Entry],
     ) -> Entry | None:
-        """From here on what the new entry shares lives, and what it corrects stays in place."""
+        """From here on what the new entry shares lives, and what it corrects stays in place.
+
+        Other threads run while room is waited for: if one began to read what was to go, all is
+        planned anew.
+        """
         entry, holdings = plan.entry, self._holdings
         in_place = {entry.blocks[at] for at in np.unique(entry.block_of[plan.corrected])}
         entry.own()
@@ -77,7 +86,8 @@ class Keeper:
         leaving = [*going, *over]
         dying = {b for e in leaving for b in e.blocks if b.owners <= {*leaving}}
         room = self._room.make(nbytes, exempt=dying, going=leaving)
-        if room:
+        free = room and self._are_free(offer, in_place, going, over)
+        if free:
             self._replace(entry, going, over)
             for block in plan.new_blocks:
                 holdings.host.take(block)
@@ -87,11 +97,21 @@ class Keeper:
             for block in entry.blocks:
                 block.owners.discard(entry)
         holdings.unhold(in_place)
-        if room:
+        if free:
             return entry
         for block in entry.blocks:
             holdings.let_go(block)
-        return None
+        return self.keep(offer) if room else None
+
+    def _are_free(
+        self, offer: Offer, in_place: set[Block], going: list[Entry], over: list[Entry]
+    ) -> bool:
+        """Whether nobody else reads what is about to be corrected or dropped."""
+        return (
+            all(block.busy == 1 for block in in_place)
+            and all(_readers(entry, offer.lease) == 0 for entry in going)
+            and not any(self._holdings.catalog.is_held(entry) for entry in over)
+        )
 
     def _replace(self, entry: Entry, going: list[Entry], over: list[Entry]) -> None:
         """Another thread may have dropped some while this one waited for room."""

@@ -27,8 +27,12 @@ class FolderLock:
                 f"the page store in {folder} is being written by process {holder}; end that one, "
                 "use another folder or rank, or open it with read_only=True"
             ) from error
-        os.ftruncate(self._file, 0)
-        os.write(self._file, str(self._owner).encode())
+        try:
+            os.ftruncate(self._file, 0)
+            os.write(self._file, str(self._owner).encode())
+        except OSError:
+            os.close(self._file)
+            raise
 
     def check(self, folder: Path) -> None:
         """`StoreError` in a forked child, which would write beside its parent."""

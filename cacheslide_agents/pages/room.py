@@ -90,7 +90,8 @@ class Room:
                 if not self.on_disk(spill):
                     return False
                 done = set(spill.source)
-                blocks = [block for block in blocks if block not in done]
+                # making room on SSD may have dropped the context of those that are left
+                blocks = [b for b in blocks if b not in done and b.slot is not None]
         return True
 
     def on_disk(self, spill: Spill) -> bool:
@@ -110,10 +111,12 @@ class Room:
 
     def make_on_disk(self, nbytes: int) -> bool:
         """Free `nbytes` of the SSD budget: replaced contexts go first, then dead places by
-        compaction, then the least recently used contexts.
+        compaction, then the least recently used contexts; nothing goes for what never fits.
         """
         disk = self._holdings.disk
         assert disk is not None and self._spiller is not None
+        if nbytes > self._disk_bytes:
+            return False
         while disk.nbytes + nbytes > self._disk_bytes:
             before = disk.nbytes
             if not self._forget_replaced() and not self._drop_stored():

@@ -246,18 +246,19 @@ class SlideStore:
 
     def close(self) -> None:
         """Flush (trouble is only logged) and let go of everything; safe to call twice."""
-        if not self._open:
-            return
         if self._writer is not None:
             self._writer.stop()
         with self._changed:
+            if not self._open:
+                return
             try:
                 self.flush()
             except StoreError as error:
                 log.warning("closed unsaved: %s", error)
-            self._open = False
-            if self._holdings.disk is not None:
-                self._holdings.disk.close()
+            finally:
+                self._open = False
+                if self._holdings.disk is not None:
+                    self._holdings.disk.close()
 
     def metrics(self) -> Mapping[str, float]:
         with self._changed:

@@ -6,7 +6,7 @@ In: a store that is short of memory it could free at once. Out: blocks on SSD, n
 from __future__ import annotations
 
 import logging
-from threading import Condition, Thread
+from threading import Condition, Thread, current_thread
 
 from cacheslide_agents.pages.holdings import Holdings
 from cacheslide_agents.pages.room import Room
@@ -42,7 +42,8 @@ class Writer:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._thread.join()
+        if current_thread() is not self._thread:  # which may be the one to collect the store
+            self._thread.join()
 
     def _serve(self) -> None:
         with self._changed:

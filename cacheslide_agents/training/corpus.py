@@ -35,7 +35,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 def _text_of(line: str, place: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
     if not isinstance(text, str) or not text:
         raise DataError(f"{place}: must be a JSON object whose `text` is a string, not empty")

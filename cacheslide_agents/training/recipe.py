@@ -52,6 +52,7 @@ class Recipe:
             "warmup": 0.0 <= self.warmup < 1.0,
             "floor": 0.0 <= self.floor <= 1.0,
             "clip": self.clip > 0.0,
+            "seed": self.seed >= 0,
         }
         for name, holds in checks.items():
             if not holds:

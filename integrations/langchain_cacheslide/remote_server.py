@@ -139,7 +139,10 @@ class Server:
             return NO_PLUGIN, float("inf") if sure else self._clock() + _ASK_AGAIN_S
         except Exception:
             return NO_PLUGIN, self._clock() + _ASK_AGAIN_S
-        versions = status.get("plan_versions") if isinstance(status, Mapping) else None
+        told = status if isinstance(status, Mapping) else {}
+        if isinstance(off := told.get("off"), str) and off:
+            return f"the server's reuse is off: {off:.300}", float("inf")
+        versions = told.get("plan_versions")
         if not isinstance(versions, list):
             return NO_PLUGIN, float("inf")
         if PLAN_VERSION in versions:

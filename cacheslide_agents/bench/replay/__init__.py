@@ -1,8 +1,8 @@
 """What reuse would make of a log of requests, without running a model.
 
-    model = ReplayModel.read(folder, encoder)
-    predictions = predict(read_trace("log.jsonl"), model, {"cacheslide": CacheSlide()})
-    totals(predictions)
+    model = ReplayModel.read(folder)
+    predictions = list(predict(read_trace("log.jsonl"), model, {"cacheslide": CacheSlide()}))
+    totals(predictions, model.cost, timed=False)
 
 `trace` reads requests, `predict` plans each of them with the planner that backends use, over
 contexts of which only the tokens are known, `prices` gives the cost model seconds, and `totals`

@@ -40,7 +40,7 @@ def read_prices(path: str | Path, model: ReplayModel) -> Basis:
     observed = [
         (row_work(row, model.geometry.layers), row.ttft_s)
         for row in rows
-        if row.outcome != "fallback"
+        if row.outcome != "fallback" and row.ttft_s > 0
     ]
     if not observed:
         raise DataError(f"{path} holds no row that a price could be read from")

@@ -3,7 +3,7 @@
 In: limits as JSON, a program. Out: the same process, now that program, which cannot lift the
 limits. Standard library only: this file is run by itself, before every command of `Shell`.
 
-Writing outside one folder is refused by Landlock (Linux 5.13 and newer), which needs no privileges:
+Writing outside one folder is refused by Landlock (in full since Linux 6.2), without privileges:
 https://docs.kernel.org/userspace-api/landlock.html. It also refuses mounts, and outlives `exec`.
 """
 
@@ -21,7 +21,9 @@ _NO_NEW_PRIVILEGES = 38
 _VERSION, _PATH_BENEATH = 1, 1
 _WRITE_FILE = 1 << 1
 _CHANGE_FOLDERS = sum(1 << bit for bit in range(4, 13))  # remove and make entries of every kind
-_SINCE = {2: 1 << 13, 3: 1 << 14}  # move between folders, truncate
+TRUNCATES = 3
+"""The first Landlock ABI (Linux 6.2) that also refuses `truncate` of a file outside."""
+_SINCE = {2: 1 << 13, TRUNCATES: 1 << 14}  # move between folders, truncate
 _DEVICES = ("/dev/null", "/dev/tty", "/dev/zero")
 
 

@@ -14,7 +14,16 @@ from langchain_core.messages import ToolCall
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-_DECODER = json.JSONDecoder()
+
+def _whole_number(digits: str) -> int:
+    """Checkpoints hold numbers of 64 bits; a call with a longer one is none."""
+    number = int(digits)
+    if number.bit_length() > 63:
+        raise ValueError(f"{digits} is out of range")
+    return number
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole_number)
 
 
 def function_schemas(tools: Sequence[BaseTool]) -> list[dict[str, Any]]:

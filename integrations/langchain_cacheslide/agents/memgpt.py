@@ -135,7 +135,7 @@ class _Companion:
         return "act" if isinstance(last, AIMessage) and last.tool_calls else END
 
     def goes_on(self, state: MemGPTState) -> str:
-        done = state["messages"][-1].name == SAY or state["steps"] >= self.steps
+        done = _is_sent(state["messages"][-1]) or state["steps"] >= self.steps
         return END if done else "think"
 
     def _caller(self, step: int) -> Runnable[Any, Any]:
@@ -166,7 +166,7 @@ def past_exchange(said: str, replied: str) -> list[AnyMessage]:
 def reply(state: Mapping[str, Any]) -> str:
     """What the user gets to read: the last message sent, or else what the model said last."""
     last = state["messages"][-1]
-    return last.text if last.name == SAY or isinstance(last, AIMessage) else ""
+    return last.text if _is_sent(last) or isinstance(last, AIMessage) else ""
 
 
 def evicted(
@@ -183,6 +183,11 @@ def evicted(
         if count(queue[start:]) <= KEPT * budget:
             return list(queue[:start])
     return list(queue[: starts[-1]]) if starts else []
+
+
+def _is_sent(message: BaseMessage) -> bool:
+    """Whether the user got to read it; a wrong call of `send_message` has an error instead."""
+    return isinstance(message, ToolMessage) and message.name == SAY and message.status != "error"
 
 
 def _values(state: MemGPTState, functions: list[dict[str, Any]]) -> dict[str, Any]:
@@ -204,12 +209,12 @@ def _values(state: MemGPTState, functions: list[dict[str, Any]]) -> dict[str, An
 
 def _entry(message: AnyMessage) -> dict[str, str]:
     role = {"human": "user", "ai": "assistant"}.get(message.type, "tool")
-    shown = "Sent." if message.name == SAY else message.text
+    shown = "Sent." if _is_sent(message) else message.text
     return {"id": str(message.id), "role": role, "text": shown}
 
 
 def _archived(message: AnyMessage) -> str:
     """Function calls and their results are not worth keeping; what was said is."""
     if isinstance(message, ToolMessage):
-        return f"assistant: {message.text}" if message.name == SAY else ""
+        return f"assistant: {message.text}" if _is_sent(message) else ""
     return f"user: {message.text}" if isinstance(message, HumanMessage) else ""

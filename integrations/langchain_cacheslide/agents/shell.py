@@ -10,11 +10,13 @@ Landlock; `confinement` says what holds on this machine):
 - writes: files are made, changed, moved and removed below the folder only.
 
 Always: time, CPU seconds, memory and file size of each process, the length of the output, and the
-environment, which holds `PATH`, `HOME` (the folder) and `LANG` and nothing else of the caller's.
+environment, which holds `PATH`, `HOME` and `TMPDIR` (the folder), `LANG` and
+`PYTHONDONTWRITEBYTECODE`, and nothing of the caller's.
 
-What is not: commands run as the calling user and can READ whatever that user can; permissions and
-time stamps of the user's files can be changed anywhere; disk space below the folder is bounded per
-file only. Give an untrusted model a container or a machine of its own.
+What is not: commands run as the calling user and can READ whatever that user can, and speak to
+local services by their Unix sockets (a container daemon's, say); permissions and time stamps of the
+user's files can be changed anywhere; disk space below the folder is bounded per file only. Give an
+untrusted model a container or a machine of its own.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from time import monotonic
 from typing import IO
 
 from cacheslide_agents.errors import RequestError
-from langchain_cacheslide.agents.confine import landlock_version
+from langchain_cacheslide.agents.confine import TRUNCATES, landlock_version
 
 MIB = 1 << 20
 _LAUNCHER = Path(__file__).with_name("confine.py")
 _ALONE = ("--map-root-user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _PROCESSES = 128
+_CANNOT_RUN = 126  # as shells say it
 _READ = 1 << 16
 
 
@@ -96,13 +99,24 @@ class Shell:
     @property
     def confinement(self) -> Confinement:
         alone = _can_be_alone()
-        return Confinement(network=alone, processes=alone, writes=landlock_version() > 0)
+        return Confinement(network=alone, processes=alone, writes=landlock_version() >= TRUNCATES)
 
     def run(self, command: str) -> Result:
         """Run `command`; whatever it does, this returns after about `timeout_s`."""
-        if "\0" in command:
-            return Result(126, "a command cannot hold a NUL character")
-        process = subprocess.Popen(
+        try:
+            process = self._started(command)
+        except (OSError, ValueError) as error:  # too long, a NUL, half a character, no folder
+            return Result(_CANNOT_RUN, f"the command cannot be run: {error}")
+        assert process.stdout is not None
+        try:
+            output, ended = self._read(process.stdout, monotonic() + self.timeout_s)
+        finally:
+            _kill(process)
+            process.stdout.close()
+        return Result(process.returncode if ended else None, output)
+
+    def _started(self, command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             self._command(command),
             cwd=self.folder,
             env=self._environment(),
@@ -111,13 +125,6 @@ class Shell:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        assert process.stdout is not None
-        try:
-            output, ended = self._read(process.stdout, monotonic() + self.timeout_s)
-        finally:
-            _kill(process)
-            process.stdout.close()
-        return Result(process.returncode if ended else None, output)
 
     def _command(self, command: str) -> list[str]:
         folder = str(self.folder.resolve())

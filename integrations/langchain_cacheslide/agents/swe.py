@@ -8,7 +8,8 @@ own test passes. System | issue | history with older observations elided | cue, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from operator import add
@@ -36,7 +37,7 @@ SHOWN_OBSERVATIONS = 5
 NO_COMMAND = "Your message holds no command. Give exactly one, in a fenced block."
 ELIDED_TOKENS = 10
 """About what the template writes in place of an older observation."""
-_FENCED = re.compile(r"```(?:\w*\n)?(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```(?:[\w+#-]*[ \t]*\r?\n)?(.*?)```", re.DOTALL)
 
 
 class Runs(Protocol):
@@ -123,15 +124,17 @@ class _Programmer:
             "keep_observations": self.keep_observations,
         }
         chain = self.template | asking(self.model, "think", config)
-        said = chain.invoke(values, config)
+        with self._released_on_error(config):
+            said = chain.invoke(values, config)
         return {"history": [_entry(history, "assistant", said.text)]}
 
     def run(self, state: SweState, config: RunnableConfig) -> SweState:
         command = self.command(state["history"][-1]["text"])
         if command == SUBMIT:
             return {"submitted": True}
-        SessionHints(self.model, thread_of(config)).tool_runs()
-        seen = NO_COMMAND if command is None else str(self.shell.run(command))
+        with self._released_on_error(config):
+            SessionHints(self.model, thread_of(config)).tool_runs()
+            seen = NO_COMMAND if command is None else str(self.shell.run(command))
         return {"history": [_entry(state["history"], "user", seen)]}
 
     def check(self, state: SweState, config: RunnableConfig) -> SweState:
@@ -140,6 +143,15 @@ class _Programmer:
             return {}
         result = self.shell.run(self.test)
         return {"passed": getattr(result, "code", None) == 0, "report": str(result)}
+
+    @contextmanager
+    def _released_on_error(self, config: RunnableConfig) -> Iterator[None]:
+        """An episode that breaks off leaves nothing pinned."""
+        try:
+            yield
+        except BaseException:
+            SessionHints(self.model, thread_of(config)).release()
+            raise
 
     def goes_on(self, state: SweState) -> str:
         commands = sum(entry["role"] == "assistant" for entry in state["history"])

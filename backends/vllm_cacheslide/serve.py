@@ -1,0 +1,72 @@
+"""`cacheslide serve`: vLLM's own OpenAI-compatible server, with reuse switched on.
+
+In: a model's name, vLLM's flags as given, our settings. Out: a server that runs until it is
+stopped. Whatever vLLM's `serve` can do (several API servers, data parallelism), this one can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any
+
+from cacheslide_agents.errors import RequestError
+from vllm_cacheslide.launch import WORKER, located
+from vllm_cacheslide.plugin import CONNECTOR, PLUGIN, register
+from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.stamp import make_stamp
+
+_OURS = ("--model", "--kv-transfer-config", "--worker-cls")
+_GROUPS = ("general", "io_processor", "platform", "stat_logger")
+
+
+def serve(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """`model`: alias, local folder or hub id; clients know it by that name.
+
+    Raises `RequestError` for a setting that is wrong and for flags that we set ourselves.
+    """
+    argv = arguments(model, flags, settings)
+    os.environ["VLLM_PLUGINS"] = ",".join(plugins(os.environ.get("VLLM_PLUGINS")))
+    make_stamp()
+    register()
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser(prog="cacheslide serve")).parse_args(argv)
+    validate_parsed_serve_args(args)
+    ServeSubcommand.cmd(args)
+
+
+def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
+    """vLLM's command line."""
+    for flag in flags:
+        if (name := flag.partition("=")[0].replace("_", "-")) in _OURS:
+            raise RequestError(f"{name} is set by `cacheslide serve` itself; leave it out")
+    Settings.of(settings)
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(settings),
+        "kv_load_failure_policy": "recompute",
+    }
+    ours = ["--model", str(located(model)), "--served-model-name", model]
+    ours += ["--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER]
+    return [*ours, *flags]
+
+
+def plugins(allowed: str | None) -> list[str]:
+    """What `VLLM_PLUGINS` must name: what it allows, which is everything if unset, and ours.
+
+    vLLM loads plugins with routes only by name, and a list of names holds for all its plugins.
+    """
+    if allowed is not None:
+        names = {name for name in allowed.split(",") if name}
+    else:
+        groups = (entry_points(group=f"vllm.{group}_plugins") for group in _GROUPS)
+        names = {entry.name for group in groups for entry in group}
+    return sorted({*names, PLUGIN})

@@ -1,0 +1,63 @@
+"""`cacheslide serve`: an OpenAI-compatible server that reuses moved text.
+
+In: a model, our flags, the engine's flags. Out: a server that runs until it is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+
+from cacheslide_agents.errors import BackendError, RequestError
+
+FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""How typer is told to leave the engine's flags alone."""
+
+SERVERS = "cacheslide_agents.servers"
+ENGINE = "vllm"
+GIB = 1 << 30
+
+Server = Callable[[str, Sequence[str], Mapping[str, Any]], None]
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Alias, local folder or hub id; comes first.")],
+    policy: Annotated[
+        str, typer.Option(help="Reuse policy of requests that name none.")
+    ] = "cacheslide",
+    store_gib: Annotated[float, typer.Option(min=0.0, help="Page store of every worker.")] = 4.0,
+    attention: Annotated[str, typer.Option(help="Of active rows: runs or masked.")] = "runs",
+    tenant_header: Annotated[
+        str, typer.Option(help="Header that tells tenants apart, besides their API keys.")
+    ] = "",
+) -> None:
+    """Serve MODEL with vLLM, chunk plans of clients included.
+
+    All other flags are those of `vllm serve`: --port, --api-key, --max-model-len, ...
+    """
+    if model.startswith("-"):
+        raise RequestError(f"name the model before the first flag, here {model}")
+    settings = {
+        "policy": policy,
+        "store_bytes": int(store_gib * GIB),
+        "attention": attention,
+        "tenant_header": tenant_header,
+    }
+    _server()(model, context.args, settings)
+
+
+def _server() -> Server:
+    for entry in entry_points(group=SERVERS, name=ENGINE):
+        try:
+            found: Server = entry.load()
+        except ImportError as error:
+            raise BackendError(
+                f"serving needs a package that is not installed ({error}); "
+                f"pip install 'cacheslide-agents[{ENGINE}]'"
+            ) from error
+        return found
+    raise BackendError("no server is installed; pip install 'cacheslide-agents[vllm]'")

@@ -1,0 +1,75 @@
+"""`cacheslide serve` hands a model, our settings and the engine's own flags to a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cacheslide_agents.cli import app, serve
+
+Served = tuple[str, list[str], dict[str, Any]]
+
+
+class Entry:
+    """An entry point that gives `found`, or raises it."""
+
+    def __init__(self, found: Callable[..., None] | ImportError) -> None:
+        self._found = found
+
+    def load(self) -> Callable[..., None]:
+        if isinstance(self._found, ImportError):
+            raise self._found
+        return self._found
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """What a server was started with."""
+    calls: list[Served] = []
+
+    def start(model: str, flags: list[str], settings: dict[str, Any]) -> None:
+        calls.append((model, flags, settings))
+
+    monkeypatch.setattr(serve, "entry_points", lambda **_: [Entry(start)])
+    return calls
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+def test_the_engines_flags_are_left_as_they_are(served: list[Served]) -> None:
+    done = run("smollm2-135m", "--port", "1", "--policy=prefix", "--api-key", "a", "b", "-tp=2")
+    assert done.exit_code == 0, done.output
+    ((model, flags, settings),) = served
+    assert (model, settings["policy"]) == ("smollm2-135m", "prefix")
+    assert flags == ["--port", "1", "--api-key", "a", "b", "-tp=2"]
+
+
+def test_settings_are_in_the_servers_units(served: list[Served]) -> None:
+    run("m", "--store-gib", "0.5", "--tenant-header", "X-Team", "--attention", "masked")
+    assert served[0][2] == {
+        "policy": "cacheslide",
+        "store_bytes": 1 << 29,
+        "attention": "masked",
+        "tenant_header": "X-Team",
+    }
+
+
+def test_a_flag_before_the_model_is_bad_input(served: list[Served]) -> None:
+    done = run("--port", "1", "m")
+    assert (done.exit_code, served) == (2, [])
+    assert "name the model before the first flag, here --port" in " ".join(done.output.split())
+
+
+def test_a_server_that_is_not_installed_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for entries in ([], [Entry(ImportError("No module named 'vllm'"))]):
+        monkeypatch.setattr(serve, "entry_points", lambda entries=entries, **_: entries)
+        done = run("m")
+        assert done.exit_code == 2
+        assert "pip install 'cacheslide-agents[vllm]'" in " ".join(done.output.split())
