@@ -27,7 +27,8 @@ class MptStack(DecoderStack):
 
     def __init__(self, model: Any) -> None:
         config = model.config
-        self._model = model.transformer
+        self._embedding = model.transformer.wte
+        self._norm = model.transformer.norm_f
         self._head = model.lm_head
         self._blocks = list(model.transformer.blocks)
         self._alibi = Alibi.from_config(config)
@@ -36,10 +37,6 @@ class MptStack(DecoderStack):
         self.head_dim = int(config.hidden_size // config.n_heads)
         self.dtype = model.dtype
         self.device = model.device
-
-    def embed(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self._model.wte(ids[None])
-        return embedded
 
     def layer(
         self,
@@ -67,10 +64,6 @@ class MptStack(DecoderStack):
         hidden = hidden + block.attn.out_proj(joined)
         output: Tensor = block.ffn(block.norm_2(hidden), hidden)
         return output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._head(self._model.norm_f(hidden))[0]
-        return logits if logits.dtype == torch.float64 else logits.float()
 
     def _attend(
         self,

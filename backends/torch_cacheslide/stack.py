@@ -22,7 +22,8 @@ class DecoderStack:
 
     def __init__(self, model: Any) -> None:
         config = model.config
-        self._model = model.model
+        self._embedding = model.model.embed_tokens
+        self._norm = model.model.norm
         self._head = model.lm_head
         self._layers = list(model.model.layers)
         # renamed in transformers 5.20 or so; both spellings are in use
@@ -41,7 +42,7 @@ class DecoderStack:
 
     def embed(self, ids: Tensor) -> Tensor:
         """[rows] -> [1, rows, hidden]."""
-        embedded: Tensor = self._model.embed_tokens(ids[None])
+        embedded: Tensor = self._embedding(ids[None])
         return embedded
 
     def layer(
@@ -67,7 +68,7 @@ class DecoderStack:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[1, rows, hidden] -> [rows, vocabulary] in float32 (float64 models keep float64)."""
-        logits: Tensor = self._head(self._model.norm(hidden))[0]
+        logits: Tensor = self._head(self._norm(hidden))[0]
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def _capture(self, index: int, _: nn.Module, __: Any, keys: Tensor) -> None:

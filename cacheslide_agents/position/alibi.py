@@ -16,11 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cacheslide_agents.position.base import Unmoved
 from cacheslide_agents.position.rotary import HasToDict
 
 
 @dataclass(frozen=True, eq=False)
-class Alibi:
+class Alibi(Unmoved):
     """ALiBi (Press et al., 2022) with the slopes of MPT.
 
     `slopes` is float32 [heads]: 2 ** (-bias_max * i / heads) for i = 1 ... heads. For a number of
@@ -46,14 +47,6 @@ class Alibi:
         """No angles, [n, 0]: nothing is turned."""
         none = torch.as_tensor(positions)[..., None][..., :0].to(dtype)
         return none, none
-
-    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-        """`keys` as they are."""
-        return keys.clone() if out is None else out.copy_(keys)
-
-    def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`keys` as they are, in the dtype of `cos`."""
-        return keys.to(cos.dtype)
 
 
 def mpt_slopes(heads: int, bias_max: float = 8.0) -> Tensor:

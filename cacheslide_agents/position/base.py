@@ -26,3 +26,15 @@ class Position(Protocol):
 
     def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Undo `rotate`."""
+
+
+class Unmoved:
+    """Schemes under which keys stay as they are wherever they move."""
+
+    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
+        """`keys` as they are."""
+        return keys.clone() if out is None else out.copy_(keys)
+
+    def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`keys` as they are, in the dtype of `cos`."""
+        return keys.to(cos.dtype)

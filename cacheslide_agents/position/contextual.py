@@ -20,9 +20,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cacheslide_agents.position.base import Unmoved
+
 
 @dataclass(frozen=True)
-class Contextual:
+class Contextual(Unmoved):
     """The position scheme of CoPE models: keys stay as they are wherever they move."""
 
     def cos_sin(
@@ -31,14 +33,6 @@ class Contextual:
         """The rotation by no angle, [n, 1]: what a rotary layer applies without effect."""
         one = torch.ones_like(torch.as_tensor(positions), dtype=dtype)[..., None]
         return one, torch.zeros_like(one)
-
-    def rotate(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
-        """`keys` as they are."""
-        return keys.clone() if out is None else out.copy_(keys)
-
-    def unrotate(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`keys` as they are, in the dtype of `cos`."""
-        return keys.to(cos.dtype)
 
 
 ROW_BLOCK = 64
