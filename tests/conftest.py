@@ -281,3 +281,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Any)
     LlamaForCausalLM(config).save_pretrained(folder)
     smollm2_tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def lab(support: Callable[[str], ModuleType]) -> ModuleType:
+    """vLLM engines on tiny models; skips where vLLM is not installed."""
+    module = support("vllm_engines")
+    if module.MISSING:
+        pytest.skip(module.MISSING)
+    return module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -23,14 +22,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # vLLM's and its packages' own
 ]
-
-
-@pytest.fixture(scope="module")
-def lab(support: Callable[[str], ModuleType]) -> ModuleType:
-    module = support("vllm_engines")
-    if module.MISSING:
-        pytest.skip(module.MISSING)
-    return module
 
 
 @pytest.fixture(scope="module")

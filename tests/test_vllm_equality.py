@@ -5,7 +5,6 @@ The reference is the same engine without our plan: `Recompute`, which vLLM prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -24,14 +23,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # vLLM's and its packages' own
 ]
-
-
-@pytest.fixture(scope="module")
-def lab(support: Callable[[str], ModuleType]) -> ModuleType:
-    module = support("vllm_engines")
-    if module.MISSING:
-        pytest.skip(module.MISSING)
-    return module
 
 
 @pytest.fixture(params=["inside", "outside"])

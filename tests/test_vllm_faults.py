@@ -22,14 +22,6 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def lab(support: Callable[[str], ModuleType]) -> ModuleType:
-    module = support("vllm_engines")
-    if module.MISSING:
-        pytest.skip(module.MISSING)
-    return module
-
-
-@pytest.fixture(scope="module")
 def backend(lab: ModuleType) -> Any:
     return lab.engine("inside")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -36,14 +36,6 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),  # vLLM's and its packages' own
 ]
-
-
-@pytest.fixture(scope="module")
-def lab(support: Callable[[str], ModuleType]) -> ModuleType:
-    module = support("vllm_engines")
-    if module.MISSING:
-        pytest.skip(module.MISSING)
-    return module
 
 
 @pytest.fixture(scope="module")
