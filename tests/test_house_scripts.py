@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_PATH = "/usr/bin:/bin"
+WITH_VLLM, WITHOUT_VLLM = "Linux x86_64", "Plan9 mips"
 
 # `-c` is the question whether it can make environments, `-m venv DIR` makes one, `-m pip` installs.
 STAND_IN = r"""#!/usr/bin/env bash
@@ -20,6 +21,7 @@ echo "$*" >>"$STAND_IN_LOG"
 case "$1 ${2:-}" in
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && cp "$0" "$3/bin/cacheslide" ;;
 "-m pip") if [ "$3" = install ]; then
+    case "$*" in *"${BROKEN_PINS:-no pins}"*) exit 1 ;; esac
     if [ -n "${KILL_PIP:-}" ]; then kill -9 $$; fi
     sleep "${PIP_SECONDS:-0}"
     exit "${PIP_STATUS:-0}"
@@ -42,7 +44,8 @@ class Checkout:
     ) -> subprocess.CompletedProcess[str]:
         self.log.write_text("")
         python = self.root.parent / "stand-in"
-        settings = {"PATH": SYSTEM_PATH, "PYTHON": str(python), "STAND_IN_LOG": str(self.log)}
+        path = f"{self.root.parent / 'bin'}:{SYSTEM_PATH}"
+        settings = {"PATH": path, "PYTHON": str(python), "STAND_IN_LOG": str(self.log)}
         return subprocess.run(
             ["bash", str(self.root / "scripts" / script), *arguments],
             cwd=self.cwd,
@@ -53,6 +56,13 @@ class Checkout:
             timeout=60,
         )
 
+    def stand_on(self, platform: str) -> None:
+        """Have `uname -sm` name this one."""
+        uname = self.root.parent / "bin" / "uname"
+        uname.parent.mkdir(exist_ok=True)
+        uname.write_text(f"#!/bin/sh\necho '{platform}'\n")
+        uname.chmod(0o755)
+
     def asked(self, words: str) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if words in line]
 
@@ -61,13 +71,15 @@ class Checkout:
 def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a checkout"
     shutil.copytree(ROOT / "scripts", root / "scripts")
-    for name in ("pyproject.toml", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt", "requirements-vllm.txt"):
         shutil.copy(ROOT / name, root / name)
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
     (tmp_path / "elsewhere").mkdir()
-    return Checkout(root, cwd=tmp_path / "elsewhere", log=tmp_path / "log")
+    made = Checkout(root, cwd=tmp_path / "elsewhere", log=tmp_path / "log")
+    made.stand_on(WITH_VLLM)
+    return made
 
 
 def test_first_run_installs_with_the_pins_and_hands_on_the_arguments(checkout: Checkout) -> None:
@@ -154,16 +166,19 @@ def test_arguments_to_test_run_pytest_alone(checkout: Checkout) -> None:
     assert checkout.asked("-m ruff") == checkout.asked("-m mypy") == []
 
 
-def test_without_arguments_every_check_runs_and_pytest_comes_last(checkout: Checkout) -> None:
-    checkout.run("test")
+def test_without_arguments_every_check_runs_and_the_tests_come_last(checkout: Checkout) -> None:
+    done = checkout.run("test")
+    assert done.returncode == 0, done.stderr
     checks = [line for line in checkout.asked("") if "pip" not in line and "venv" not in line]
     assert [line.split()[1] for line in checks if line.startswith("-m")] == [
         "ruff",
         "ruff",
         "mypy",
         "pytest",
+        "pytest",
     ]
-    assert checks[-1] == "-m pytest"
+    assert "test_vllm" not in checks[-2]
+    assert "test_vllm" in checks[-1]
     assert checkout.asked("importlinter")
 
 
@@ -172,4 +187,45 @@ def test_one_broken_check_fails_the_run_but_stops_no_other(checkout: Checkout, b
     done = checkout.run("test", env={"BROKEN": broken})
     assert done.returncode == 1
     assert checkout.asked("importlinter")
+    assert len(checkout.asked("-m pytest")) == 2
+
+
+def test_vllm_has_an_environment_of_its_own_that_is_installed_once(checkout: Checkout) -> None:
+    for installs in (3, 0):
+        done = checkout.run("test_vllm", "tests/test_vllm_faults.py", "-k", "selector")
+        assert done.returncode == 0, done.stderr
+        assert len(checkout.asked("pip install")) == installs
+        assert checkout.asked("-m pytest") == ["-m pytest tests/test_vllm_faults.py -k selector"]
+    assert not (checkout.root / ".venv").exists()
+
+
+def test_a_vllm_that_cannot_be_installed_fails_the_run_but_stops_no_check(
+    checkout: Checkout,
+) -> None:
+    done = checkout.run("test", env={"BROKEN_PINS": "requirements-vllm.txt"})
+    assert done.returncode == 1
+    assert "vLLM's installation" in done.stderr
+    assert len(checkout.asked("-m pytest")) == 1
+
+
+def test_where_no_vllm_can_be_had_the_run_says_so_and_passes(checkout: Checkout) -> None:
+    checkout.stand_on(WITHOUT_VLLM)
+    done = checkout.run("test")
+    assert done.returncode == 0, done.stderr
+    assert "tests that need vLLM were left out" in done.stderr
+    assert len(checkout.asked("-m pytest")) == 1
+    refused = checkout.run("test_vllm")
+    assert refused.returncode == 1
+    assert "VLLM_PYTHON=" in refused.stderr
+
+
+def test_a_python_with_a_vllm_of_its_own_is_used_as_it_is(checkout: Checkout) -> None:
+    checkout.stand_on(WITHOUT_VLLM)
+    own = {"VLLM_PYTHON": str(checkout.root.parent / "stand-in")}
+    done = checkout.run("test_vllm", env=own)
+    assert done.returncode == 0, done.stderr
+    assert checkout.asked("pip") == []
     assert checkout.asked("-m pytest")
+    missing = checkout.run("test_vllm", env={"VLLM_PYTHON": "/bin/false"})
+    assert missing.returncode == 1
+    assert "VLLM_PYTHON=/bin/false lacks" in missing.stderr

@@ -149,7 +149,7 @@ def test_vllms_own_prefix_cache_is_used_and_heeds_retain(
     request = lab.request(first, REUSE, namespace=namespace, retain=retain)
     once, again = (lab.ask(backend, request) for _ in range(2))
     assert again.equals(once)
-    assert again.receipt.active_tokens == (len(first) - 4 * 128 if retain else len(first))
+    assert again.receipt.active_tokens == (len(first) - 4 * lab.BLOCK if retain else len(first))
 
 
 def test_what_was_reused_is_kept_bit_by_bit_for_the_next_turn(

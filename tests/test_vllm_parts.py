@@ -177,3 +177,25 @@ def test_an_engine_that_cannot_reuse_is_told_apart_by_its_config(
 
     found = why_not(engine_config(**changes))
     assert (reason in found) if reason else not found
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
+def test_counters_of_a_second_engine_in_a_process_replace_those_of_the_first(
+    support: Callable[[str], ModuleType],
+) -> None:
+    missing = support("vllm_engines").MISSING
+    if missing:
+        pytest.skip(missing)
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    from vllm_cacheslide.metrics import PrometheusMetrics
+
+    kinds = {kind: kind for kind in (Gauge, Counter, Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    for tokens in (5, 3):
+        metrics = PrometheusMetrics(config, kinds, ["model"], {0: ["m"]})
+        metrics.observe({"tokens:reused": tokens, "stored_bytes": tokens})
+    labels = {"model": "m"}
+    assert REGISTRY.get_sample_value("cacheslide_stored_bytes", labels) == 3
+    told = REGISTRY.get_sample_value("cacheslide_tokens_total", {**labels, "kind": "reused"})
+    assert told == 3

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -46,7 +47,7 @@ class Stats(KVConnectorStats):
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):
-    """The counters of all engines of this server."""
+    """The counters of all engines of this server; in one process the newest server's."""
 
     def __init__(
         self,
@@ -56,12 +57,13 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        _unregister()
         self._counters = {
             name: self._counter_cls(name=name, documentation=help, labelnames=[*labelnames, label])
             for name, (label, help) in _FAMILIES.items()
         }
         self._stored = self._gauge_cls(
-            name="cacheslide_stored_bytes",
+            name=f"cacheslide_{STORED}",
             documentation="Keys and values in the page store of rank 0.",
             labelnames=labelnames,
             multiprocess_mode="mostrecent",
@@ -75,3 +77,11 @@ class PrometheusMetrics(KVConnectorPromMetrics):
                 continue
             family, _, label = key.partition(":")
             self._counters[f"cacheslide_{family}"].labels(*engine, label).inc(value)
+
+
+def _unregister() -> None:
+    """An earlier server's counters give way, as vLLM's own do: names are taken only once."""
+    ours = {*_FAMILIES, f"cacheslide_{STORED}"}
+    for collector in list(REGISTRY._collector_to_names):
+        if getattr(collector, "_name", None) in ours:
+            REGISTRY.unregister(collector)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_gather
 
+from cacheslide_agents.errors import ReuseError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.position.rotary import Rotary
 from cacheslide_agents.selection.base import SelectionView
+from vllm_cacheslide.agreement import agree
 from vllm_cacheslide.loading import Load
-from vllm_cacheslide.passes import LayerPass, State
+from vllm_cacheslide.passes import LayerPass, State, attempt
 from vllm_cacheslide.rows import Job, Rows, batches
 
 
@@ -55,7 +57,7 @@ class Narrowing:
             for batch in batches([job], self._most_rows):
                 states.append(self._layers.run(batch, layers, loads))
                 loads = {}
-        load.check()
+        attempt(job, load.check)
         cos, sin = self._rotary.cos_sin(self._index(job.rows))
         rotated = torch.cat(found).transpose(0, 1).float()
         keys = self._rotary.unrotate(rotated, cos, sin).transpose(0, 1)
@@ -79,10 +81,19 @@ class Narrowing:
         assert narrow is not None
         view = self._view(job)
         new = keys[self._index(np.searchsorted(job.rows, view.candidates))]
-        cached = view.cached_keys(narrow.layer)
+        cached = self._cached(job, view, narrow.layer)
         ranked = narrow.rank(view, _of_all_ranks(new), _of_all_ranks(cached))
         chosen = ranked[: narrow.budget(len(view.candidates))]
         return np.union1d(np.flatnonzero(plan.active[:-1]), chosen)
+
+    def _cached(self, job: Job, view: SelectionView, layer: int) -> Tensor:
+        """Stored keys of the candidates. Raises on every rank if one cannot go on."""
+        found: list[Tensor] = []
+        attempt(job, lambda: found.append(view.cached_keys(layer)))
+        agree([job])
+        if job.trouble:
+            raise ReuseError(job.trouble)
+        return found[0]
 
     def _view(self, job: Job) -> SelectionView:
         """What the selector ranks; plans travel without it."""

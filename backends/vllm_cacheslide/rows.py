@@ -7,7 +7,7 @@ that attention treats as requests of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,11 @@ class Job:
     def fail(self, error: Exception) -> None:
         """The first trouble counts."""
         self.trouble = self.trouble or f"{type(error).__name__}: {error}"
+
+    def give_up(self) -> None:
+        """Nothing is loaded or computed for it."""
+        self.rows = self.rows[:0]
+        self.plan = replace(self.plan, runs=(), narrow=None)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cacheslide_agents.policies.base import Plan, PlannedRun
 from cacheslide_agents.policies.planner import dense_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
+from vllm_cacheslide.agreement import agree
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.keeping import Keeping
 from vllm_cacheslide.orders import Keep, Note, Order, Prefill, StepOrders, StepResults
@@ -97,6 +98,10 @@ class Working:
         orders: dict[Job, Prefill] = {}
         for order in prefills:
             orders[self._job(order)] = order
+        agree(list(orders))
+        for job in orders:
+            if job.trouble:
+                job.give_up()
         self._attempt(list(orders))
         again: dict[Job, Prefill] = {}
         for job, order in orders.items():
@@ -122,6 +127,7 @@ class Working:
             log.warning("prefill of %d requests failed", len(jobs), exc_info=True)
             for job in jobs:
                 job.fail(error)
+        agree(jobs)
 
     def _job(self, order: Prefill) -> Job:
         plan, trouble = order.plan, ""
@@ -144,8 +150,6 @@ class Working:
 
     def _made(self, order: Prefill, plan: Plan, active: np.ndarray, trouble: str) -> Job:
         rows = order.start + np.flatnonzero(active[order.start : len(plan.ids) - 1])
-        if trouble:
-            rows, plan = rows[:0], replace(plan, runs=(), narrow=None)
         return Job(
             order.engine_id,
             order.request_id,

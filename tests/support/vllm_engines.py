@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -27,12 +28,16 @@ from cacheslide_agents.policies.base import Policy
 MISSING = "" if find_spec("vllm") else "vLLM is not installed"
 VOCABULARY = 512
 TOKENS = 12
+BLOCK = 128
+"""Tokens of a block of vLLM's, whatever a platform's own choice is."""
 
-# One engine lives in this process, where tests can reach into it; the other in its own processes.
+# One engine lives in this process, where tests can reach into it; others in their own processes.
 _COMMON: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 2048,
     "max_num_seqs": 16,
+    "block_size": BLOCK,
+    "gpu_memory_utilization": 0.2,  # the servers' engines want a place on the same device
     "enforce_eager": True,
     "store_bytes": 1 << 28,
 }
@@ -41,8 +46,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "outside": {
         "max_num_batched_tokens": 256,
         "enable_prefix_caching": False,
-        "num_gpu_blocks_override": 26,  # of 128 tokens: several requests at once do not fit
+        "num_gpu_blocks_override": 26,  # several requests at once do not fit
     },
+    "ranks": {"max_num_batched_tokens": 2048, "tensor_parallel_size": 2},
 }
 
 
@@ -59,12 +65,27 @@ class Answer:
         return same and bool(np.abs(self.logprobs - other.logprobs).max() < 1e-3)
 
 
-@cache
 def engine(name: str) -> Any:
-    """The shared backend of configuration `name`."""
+    """The shared backend of configuration `name`; one that fails to start is not tried again."""
+    made = _started(name)
+    if isinstance(made, Exception):
+        raise made
+    return made
+
+
+@cache
+def _started(name: str) -> Any:
+    try:
+        return _start(name)
+    except Exception as error:
+        return error
+
+
+def _start(name: str) -> Any:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `on_ranks` sends functions
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if name == "inside" else "1"
     from vllm.envs import disable_envs_cache
 
@@ -199,3 +220,33 @@ def scheduling(backend: Any) -> Any:
 def settle(backend: Any) -> None:
     """Until the engine has told its workers of every request that has finished."""
     backend._thread.call(lambda engine: None)
+
+
+def on_ranks(backend: Any, work: Callable[[Any], None]) -> None:
+    """`work(worker)` in every rank's process."""
+    backend._thread.call(lambda engine: engine.collective_rpc(work))
+
+
+def lose_contexts(worker: Any) -> None:
+    """The second rank forgets what it has stored."""
+    if worker.rank == 1:
+        worker._working().store.clear()
+
+
+def tear_pages(worker: Any) -> None:
+    """The second rank cannot read layers from the third on."""
+    if worker.rank != 1:
+        return
+    store = worker._working().store
+    sound = store.load
+
+    def load(context: Any, layer: int, *rest: Any) -> Any:
+        if layer >= 2:
+            raise RuntimeError("torn page")
+        return sound(context, layer, *rest)
+
+    store.load = load
+
+
+def mend_pages(worker: Any) -> None:
+    vars(worker._working().store).pop("load", None)

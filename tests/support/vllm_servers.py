@@ -26,6 +26,7 @@ FLAGS = (
     "--max-num-seqs=8",
     "--max-num-batched-tokens=2048",
     "--enforce-eager",
+    "--gpu-memory-utilization=0.2",
 )
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
