@@ -85,6 +85,14 @@ def test_a_few_rows_alone_are_the_same_as_among_all() -> None:
     torch.testing.assert_close(attend(given, rows), attend(given, torch.arange(600))[:, rows])
 
 
+def test_with_a_single_position_rows_still_see_nothing_behind_them() -> None:
+    given = inputs(2, 1, 600, 8, npos=1)
+    rows = torch.tensor([20, 590, 599])
+    found = attend(given, rows)
+    for number, row in enumerate(rows.tolist()):
+        torch.testing.assert_close(found[1, number], by_formula(given, row, 1))
+
+
 def test_one_query_may_see_all_keys() -> None:
     given = inputs(2, 2, 300, 8)
     last = torch.tensor([299])

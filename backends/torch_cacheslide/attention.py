@@ -19,7 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cacheslide_agents.pages.slots import SlotMap
-from cacheslide_agents.position.contextual import contextual_attention
+from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
+from cacheslide_agents.position.profile import CanonicalRows
 
 ATTENTION_NAME = "cacheslide"
 UNIT_ROWS, BLOCK_ROWS = 32, 256
@@ -30,7 +31,10 @@ TOLERATED_WASTE = 0.125
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Query rows [start, stop) of the batch see slots [first, keys), under `mask` or causally."""
+    """Query rows [start, stop) of the batch see slots [first, keys), under `mask` or causally.
+
+    `rows`: their prompt indices, where `mask` hides what comes later and nothing else.
+    """
 
     start: int
     stop: int
@@ -38,6 +42,7 @@ class Block:
     mask: Tensor | None
     causal: bool = False
     first: int = 0
+    rows: Tensor | None = None
 
 
 Layout = tuple[Block, ...]
@@ -47,16 +52,59 @@ class Layouts:
     """How ascending prompt indices `rows` attend: by default in order, elsewhere in moved layers.
 
     `slots` says which layers keep corrected rows in fresh slots; `None` where none can.
+    `canonical`: rows that count what stands before them at its usual mass (CCPE).
     """
 
     def __init__(
-        self, rows: npt.NDArray[np.int64], device: torch.device, slots: SlotMap | None = None
+        self,
+        rows: npt.NDArray[np.int64],
+        device: torch.device,
+        slots: SlotMap | None = None,
+        canonical: CanonicalRows | None = None,
     ) -> None:
         self._rows, self._device, self._slots = rows, device, slots
+        self._canonical = canonical
+
+    def masses(self, layer: int) -> tuple[CanonicalMass, ...]:
+        return () if self._canonical is None else self._canonical.of(layer)
 
     def of(self, layer: int) -> Layout:
         moved = self._slots is not None and self._slots.moved(layer)
         return self._apart if moved else self.in_order
+
+    def pairs(self, layer: int) -> int:
+        """Query-key pairs that attention looks at, the cost model's second term."""
+        moved = self._slots is not None and self._slots.moved(layer)
+        return attention_pairs(self._apart) if moved else self._pairs_in_order
+
+    def selective(self, layer: int) -> bool:
+        """Whether more than one row attends, and not a whole prompt in order."""
+        rows = self._rows
+        moved = self._slots is not None and self._slots.moved(layer)
+        whole = rows[0] == 0 and rows[-1] == len(rows) - 1
+        return len(rows) > 1 and (moved or not whole)
+
+    def places(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
+        """The rows [r] int32, and the slots of all that stands before them if not in order.
+
+        `None` where rows see something else than what stands before them.
+        """
+        moved = self._slots is not None and self._slots.moved(layer)
+        return self._index, self._whereabouts if moved else None
+
+    @cached_property
+    def _index(self) -> Tensor:
+        return torch.from_numpy(self._rows.astype(np.int32)).to(self._device)
+
+    @cached_property
+    def _whereabouts(self) -> Tensor:
+        assert self._slots is not None
+        slots = self._slots.slots(np.arange(int(self._rows[-1]) + 1))
+        return torch.from_numpy(slots).to(self._device)
+
+    @cached_property
+    def _pairs_in_order(self) -> int:
+        return row_pairs(self._rows)
 
     @cached_property
     def in_order(self) -> Layout:
@@ -84,7 +132,7 @@ def row_layout(rows: npt.NDArray[np.int64], device: torch.device) -> Layout:
     for start, stop in pairwise(borders):
         keys = int(rows[stop - 1]) + 1
         mask = torch.arange(keys, device=device)[None, :] <= index[start:stop, None]
-        blocks.append(Block(start, stop, keys, mask))
+        blocks.append(Block(start, stop, keys, mask, rows=index[start:stop]))
     return tuple(blocks)
 
 
@@ -114,6 +162,15 @@ def _borders(rows: npt.NDArray[np.int64]) -> list[int]:
     return [*borders, len(rows)]
 
 
+def row_pairs(rows: npt.NDArray[np.int64]) -> int:
+    """The pairs of `row_layout(rows)`, without its masks."""
+    count = len(rows)
+    if count > 1 and rows[0] == 0 and rows[-1] == count - 1:
+        return count * count // 2
+    borders = pairwise(_borders(rows))
+    return sum((stop - start) * (int(rows[stop - 1]) + 1) for start, stop in borders)
+
+
 def attention_pairs(layout: Layout) -> int:
     """Query-key pairs the kernels look at: what attention costs, the cost model's second term."""
     return sum(
@@ -140,10 +197,11 @@ def attend(
     layer = module.layer_idx
     assert isinstance(layer, int)
     embedding = getattr(module, "cope_embedding", None)
+    masses = layout.masses(layer)
     outputs = [
         _attend_block(query, key, value, scaling, block)
         if embedding is None
-        else _attend_contextually(query, key, value, embedding, scaling, block)
+        else _attend_contextually(query, key, value, embedding, scaling, block, masses)
         for block in layout.of(layer)
     ]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -170,13 +228,21 @@ def _attend_block(
 
 
 def _attend_contextually(
-    query: Tensor, key: Tensor, value: Tensor, embedding: Tensor, scaling: float, block: Block
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embedding: Tensor,
+    scaling: float,
+    block: Block,
+    masses: tuple[CanonicalMass, ...],
 ) -> Tensor:
     """CoPE counts keys in their order, which is that of the slots unless corrected rows moved."""
     start, stop, keys = block.start, block.stop, block.keys
-    rows = torch.arange(keys - (stop - start), keys, device=query.device)
-    if block.mask is not None:
-        rows = torch.full_like(rows, keys - 1)
+    rows, seen = block.rows, None
+    if rows is None:
+        rows = torch.arange(keys - (stop - start), keys, device=query.device)
+        if block.mask is not None:
+            rows, seen = torch.full_like(rows, keys - 1), block.mask
     attended = contextual_attention(
         query[0, :, start:stop],
         key[0, :, :keys],
@@ -184,7 +250,8 @@ def _attend_contextually(
         embedding,
         rows,
         scale=scaling,
-        seen=block.mask,
+        masses=masses,
+        seen=seen,
     )
     return attended[None]
 

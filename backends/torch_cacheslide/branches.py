@@ -89,6 +89,9 @@ class BranchLayouts(Layouts):
         super().__init__(rows, device, cache.slots)
         self._seen = seen
 
+    def places(self, layer: int) -> None:
+        """None: a row sees its own answer's rows only."""
+
     @cached_property
     def in_order(self) -> Layout:
         stop = int(self._rows[-1]) + 1

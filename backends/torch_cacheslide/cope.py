@@ -25,6 +25,7 @@ from cacheslide_agents.errors import UnsupportedModelError
 from cacheslide_agents.position.contextual import contextual_attention
 
 COPE_ATTENTION = "cope"
+_ATTENTIONS = (COPE_ATTENTION, "cacheslide", "cacheslide_fused")
 
 
 @strict
@@ -48,7 +49,7 @@ class CopeLlamaForCausalLM(LlamaForCausalLM):
     config_class = CopeLlamaConfig
 
     def __init__(self, config: CopeLlamaConfig) -> None:
-        if config._attn_implementation not in (COPE_ATTENTION, "cacheslide"):
+        if config._attn_implementation not in _ATTENTIONS:
             config._attn_implementation = COPE_ATTENTION
         super().__init__(config)
         self.model.rotary_emb = _Unrotated()

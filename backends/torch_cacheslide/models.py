@@ -7,6 +7,7 @@ Out: a `LoadedModel`. What cannot be computed rightly is refused before its weig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def _load_tokenizer(folder: Path, vocabulary: int) -> PreTrainedTokenizerBase:
 def _load_weights(
     folder: Path, config: Any, device: torch.device, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
+    direct = device.type != "cpu" and find_spec("accelerate") is not None  # not by way of the host
     model, report = _read(
         AutoModelForCausalLM,
         folder,
@@ -145,7 +147,7 @@ def _load_weights(
         config=config,
         dtype=dtype,
         attn_implementation=attn_implementation,
-        device_map=None if device.type == "cpu" else {"": device},
+        device_map={"": device} if direct else None,
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # reported, so that we can name them
         output_loading_info=True,
@@ -158,7 +160,7 @@ def _load_weights(
     for verb, keys in wrong.items():
         if keys:
             raise ModelLoadError(_misfit(folder, config.model_type, verb, sorted(keys)))
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    loaded: PreTrainedModel = (model if direct else model.to(device)).eval().requires_grad_(False)
     return loaded
 
 

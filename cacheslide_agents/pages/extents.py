@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from cacheslide_agents.errors import PageError
 from cacheslide_agents.pages.geometry import Geometry
@@ -35,6 +34,8 @@ Sums = npt.NDArray[np.uint64]
 
 def checksum(page: Page) -> int:
     """XXH3, 64 bits: here 7 times as fast as CRC-32, so that reading stays the disk's business."""
+    import xxhash  # only files need it, and a store in memory needs none
+
     return xxhash.xxh3_64_intdigest(page.data)
 
 

@@ -18,7 +18,6 @@ from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from cacheslide_agents.chunks import Role, Span
 from cacheslide_agents.errors import StoreError
@@ -205,6 +204,8 @@ class Index:
 
 
 def _digest(values: Iterable[Any]) -> bytes:
+    import xxhash  # only files need it
+
     hashed = xxhash.xxh3_128()
     for value in values:
         data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")

@@ -46,7 +46,8 @@ class CanonicalMass:
     """CCPE: rows [first_row, last_row) count the keys [start, stop) as `mass` [heads] in sum.
 
     The mass is spread over those keys in proportion to their gates, so that positions stay
-    non-negative and monotone. A row for which all of these gates are 0 counts nothing.
+    non-negative and monotone. A row for which all of these gates are 0 counts nothing. A mass of
+    npos - 1 means "that much or more": a row that counts as much anyway stays as it is.
     """
 
     start: int
@@ -131,21 +132,32 @@ class _Scan:
 
         Counted from the row outwards, so that near positions, which matter most, are exact.
         """
-        band = min(self._band, count) if not self._masses else count
+        masses = self._counting(rows)
+        reach = min(self._band, count)
         while True:
+            band = _holding(masses, reach, count)
             places = torch.arange(count - 1, count - 1 - band, -1, device=rows.device)
             hidden = places > rows[:, None]
             if seen is not None:
                 hidden = hidden | ~seen[:, count - band : count].flip(1)
             scores = query @ self._keys[count - band : count].flip(0).T
             gates = torch.sigmoid(scores).masked_fill(hidden, 0.0)
-            for mass in self._masses:
-                gates = _canonical(gates, mass, places, rows)
+            for mass in masses:
+                gates = _canonical(gates, mass, places, rows, self._last)
             positions = gates.cumsum(-1)
-            if band == count or bool((positions[..., -1] >= self._last).all()):
-                self._band = max(FIRST_BAND, band)
+            # At least 1, which no row has counted unless it lies within the band itself.
+            if band == count or bool((positions[..., -1] >= max(self._last, 1)).all()):
+                self._band = max(FIRST_BAND, reach)
                 return scores, positions.clamp(max=self._last), hidden
-            band = min(2 * band, count)
+            reach = min(2 * band, count)
+
+    def _counting(self, rows: Tensor) -> list[CanonicalMass]:
+        """The masses that concern some of `rows`, those nearest to them first."""
+        if not self._masses:
+            return []
+        first, last = int(rows[0]), int(rows[-1])
+        found = [m for m in self._masses if m.first_row <= last and first < m.last_row]
+        return sorted(found, key=lambda mass: -mass.stop)
 
 
 def _interpolate(embedded: Tensor, positions: Tensor, last: int) -> Tensor:
@@ -157,12 +169,25 @@ def _interpolate(embedded: Tensor, positions: Tensor, last: int) -> Tensor:
     return torch.lerp(low, high, positions - below)
 
 
-def _canonical(gates: Tensor, mass: CanonicalMass, places: Tensor, rows: Tensor) -> Tensor:
+def _holding(masses: Sequence[CanonicalMass], band: int, count: int) -> int:
+    """`band`, widened to hold the whole of every update that it reaches into."""
+    for mass in masses:
+        if mass.stop > count - band:
+            band = max(band, count - mass.start)
+    return band
+
+
+def _canonical(
+    gates: Tensor, mass: CanonicalMass, places: Tensor, rows: Tensor, last: int
+) -> Tensor:
     inside = (places >= mass.start) & (places < mass.stop)
-    counting = ((rows >= mass.first_row) & (rows < mass.last_row))[:, None]
     total = (gates * inside).sum(-1, keepdim=True)
-    wanted = mass.mass.to(gates)[:, None, None] / total.clamp(min=torch.finfo(gates.dtype).tiny)
-    return torch.where(inside & counting, gates * wanted, gates)
+    wanted = mass.mass.to(gates)[:, None, None]
+    counting = ((rows >= mass.first_row) & (rows < mass.last_row))[:, None]
+    counting = counting & ~((wanted >= last) & (total >= last))
+    # Divided first: a share is at most 1, where wanted / total may pass the range of float16.
+    share = gates / total.clamp(min=torch.finfo(gates.dtype).tiny)
+    return torch.where(inside & counting, share * wanted, gates)
 
 
 def _of_heads(masses: Sequence[CanonicalMass], heads: slice) -> list[CanonicalMass]:
