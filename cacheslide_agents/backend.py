@@ -83,6 +83,7 @@ class Receipt:
     `load_s` may overlap with `compute_s`; `wait_s` is the time that computing stood still for it.
 
     `compute_fraction` = active tokens summed over layers / (prompt tokens x layers).
+    `ccpe`: computed tokens that stand at their task's usual positions (CCPE) instead of their own.
     `peak_kv_bytes`: the backend's working slots, as large as its largest request made them, and
     what this request's prefill keeps for the store; not what lies in the store.
     """
@@ -103,6 +104,7 @@ class Receipt:
     wait_s: float = 0.0
     queue_s: float = 0.0
     peak_kv_bytes: int = 0
+    ccpe: int = 0
     chunks: tuple[ChunkOutcome, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ queue; one worker thread answers them in order.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from threading import Lock
 from time import perf_counter
@@ -23,6 +24,7 @@ from cacheslide_agents.backend import (
     Receipt,
     Scores,
 )
+from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import ContextOverflowError, RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.policies import CacheSlide
@@ -30,9 +32,12 @@ from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
-from torch_cacheslide.attention import ATTENTION_NAME, register_attention
+from cacheslide_agents.position.profile import Profile
+from torch_cacheslide.calibration import Calibration
+from torch_cacheslide.canonical import CopeModel, ProfilePaths, Profiles
 from torch_cacheslide.engine import Engine, Job
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
+from torch_cacheslide.fused import attention_for
 from torch_cacheslide.idle import IdleWork
 from torch_cacheslide.ids import check_ids
 from torch_cacheslide.load import Decoupling, Loading
@@ -65,6 +70,8 @@ class TorchBackend:
     has every n-th reuse checked against a dense run, in idle time; a kind of prompt whose reuse is
     more than `guard_budget` nats from dense on the mean is answered densely until a check succeeds.
     Off by default, for benchmarks; `policies.guard.SUGGESTED_EVERY` is a sensible value.
+    `profiles` are files of `cacheslide calibrate`, or folders of them, for a CoPE model.
+    `kernels=False` keeps attention on CUDA to torch's own kernels, without those of `position`.
     """
 
     def __init__(
@@ -84,16 +91,18 @@ class TorchBackend:
         refresh: str = "corrected",
         guard_every: int | None = None,
         guard_budget: float = DEFAULT_BUDGET,
+        profiles: ProfilePaths = (),
+        kernels: bool = True,
     ) -> None:
         loading = Loading(prefetch, Decoupling.of(decoupling))
         refreshing = Refresh.of(refresh)
         guard = QualityGuard(guard_every, guard_budget) if guard_every is not None else None
         if threads is not None:
             set_threads(threads)
-        register_attention()
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or (torch.bfloat16 if str(device).startswith("cuda") else torch.float32)
-        loaded = load_model(model, device=device, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        attention = attention_for(str(device), kernels)
+        loaded = load_model(model, device=device, dtype=dtype, attn_implementation=attention)
         config = loaded.model.config
         stack = stack_of(loaded.model)
         self.tokenizer: Any = loaded.tokenizer
@@ -109,11 +118,12 @@ class TorchBackend:
         self._writer = Writer(loaded.tokenizer, self._vocabulary, ends)
         self._policy: Policy = policy if policy is not None else CacheSlide()
         cost = CostModel.from_config(config)
-        rotary = position_of(config)
+        self.position = rotary = position_of(config)
         if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
             raise RequestError(
                 "decoupling='slots' puts keys out of their order, which CoPE counts; use 'late'"
             )
+        self._profiles = Profiles(CopeModel.of(loaded), loaded.model_id, profiles)
         self._storage = Storage(store, store_bytes, store_path, disk_bytes)
         self.store = self._storage.store
         self._runtime = Runtime(
@@ -125,6 +135,7 @@ class TorchBackend:
             loading=loading,
             refresh=refreshing,
             guard=guard,
+            profiles=self._profiles,
         )
         self._engine = Engine(f"cacheslide-{self.model_id}")
         self._idle = IdleWork(self._runtime, self._engine, self._policy)
@@ -133,24 +144,25 @@ class TorchBackend:
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
-        self._check(request)
+        self._check(request.prompt_ids)
         self._writer.check(request)
         return self._engine.stream(lambda job: self._answer(request, job))
 
     def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """The same for asyncio; cancelling the task cancels the request."""
-        self._check(request)
+        self._check(request.prompt_ids)
         return self._engine.astream(lambda job: self._answer(request, job))
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
-        self._check(request, room=check_ids("continuation_ids", continuation_ids, self._vocabulary))
+        room = check_ids("continuation_ids", continuation_ids, self._vocabulary)
+        self._check(request.prompt_ids, room)
         (scores,) = self._engine.stream(lambda job: self._score(request, continuation_ids, job))
         return cast(Scores, scores)
 
     def warm(self, request: GenerationRequest) -> None:
         """Fill the store with what the policy will look for when a prompt like this one comes."""
-        self._check(request)
+        self._check(request.prompt_ids)
         list(self._engine.stream(lambda _: self._warm(request)))
 
     def pin(self, session: str, namespace: str = "default") -> None:
@@ -162,6 +174,20 @@ class TorchBackend:
     def refresh(self, session: str) -> None:
         """Have the session's newest context computed densely, when no request waits."""
         self._idle.refresh(session)
+
+    def calibrate(
+        self, prompts: Iterable[EncodedPrompt], seen: Callable[[int], None] | None = None
+    ) -> Profile:
+        """The CCPE profile of one task, for a CoPE model; `seen` is told how many are done."""
+        calibration = Calibration(self._runtime, self._profiles.model)
+        for number in self._engine.stream(partial(calibration.run, map(self._fitting, prompts))):
+            if seen is not None:
+                seen(number)
+        return calibration.profile()
+
+    def add_profile(self, profile: Profile) -> None:
+        """Use `profile` for its task from now on. `ModelLoadError` if it is another model's."""
+        self._profiles.add(profile)
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until idle work (refreshes, guard checks) is done; false after `timeout` seconds."""
@@ -232,10 +258,14 @@ class TorchBackend:
             raise RequestError(f"policy {policy!r} is not one; see cacheslide_agents.policies")
         return policy
 
-    def _check(self, request: GenerationRequest, room: int = 1) -> None:
-        count = check_ids("prompt_ids", request.prompt_ids, self._vocabulary)
+    def _check(self, ids: Sequence[int], room: int = 1) -> None:
+        count = check_ids("prompt_ids", ids, self._vocabulary)
         if count + room > self.max_model_len:
             raise ContextOverflowError(count, self.max_model_len, room)
+
+    def _fitting(self, prompt: EncodedPrompt) -> EncodedPrompt:
+        self._check(prompt.ids, room=0)
+        return prompt
 
     def _count(self, receipt: Receipt) -> None:
         with self._counts_lock:

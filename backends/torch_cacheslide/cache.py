@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cacheslide_agents.pages.loader import Loader
 from cacheslide_agents.pages.slots import SlotMap
+from cacheslide_agents.position.profile import CanonicalRows
 from torch_cacheslide.attention import Block, Layouts
 from torch_cacheslide.correction import Correction
 
@@ -53,9 +54,15 @@ class Arena:
 class InFlight:
     """The rows the next layers compute: prompt indices, ascending, and where they are written."""
 
-    def __init__(self, rows: Rows, device: torch.device, slots: SlotMap | None) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        device: torch.device,
+        slots: SlotMap | None,
+        canonical: CanonicalRows | None = None,
+    ) -> None:
         self.rows, self._device, self._slots = rows, device, slots
-        self.layouts = Layouts(rows, device, slots)
+        self.layouts = Layouts(rows, device, slots, canonical)
 
     @cached_property
     def home(self) -> Tensor | slice:
@@ -79,7 +86,8 @@ class WorkingCache:
     before them. `captured[layer]` holds (rows, position-free keys [rows, kv_heads, head_dim]) of
     every row that was computed; they become the stored context when the request ends. While a
     `loader` is set, a layer's new keys and values meet its loaded ones here: they wait for the load
-    and go home, or, with `slots`, go to fresh slots first if the load is not there yet.
+    and go home, or, with `slots`, go to fresh slots first if the load is not there yet. `canonical`
+    is set for a prefill that runs rows under CCPE.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, spare: int = 0) -> None:
@@ -89,6 +97,7 @@ class WorkingCache:
         self.correction: Correction | None = None
         self.loader: Loader | None = None
         self.slots: SlotMap | None = None
+        self.canonical: CanonicalRows | None = None
         self._flight = InFlight(np.zeros(1, dtype=np.int64), keys.device, None)
         self._positions = torch.zeros(self.keys.shape[2] + 1, dtype=torch.int64, device=keys.device)
 
@@ -103,7 +112,7 @@ class WorkingCache:
 
     def set_rows(self, rows: Rows) -> None:
         """The prompt indices of the rows that the next layers will compute, ascending."""
-        self._flight = InFlight(rows, self.keys.device, self.slots)
+        self._flight = InFlight(rows, self.keys.device, self.slots, self.canonical)
 
     def place(self, start: int, positions: Tensor) -> None:
         """Where rows from `start` on stand; for schemes that bias attention by position."""

@@ -21,8 +21,8 @@ from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.pages.loader import Loader
 from cacheslide_agents.policies.base import Plan
 from cacheslide_agents.position.base import Position
+from cacheslide_agents.position.profile import CanonicalRows
 from cacheslide_agents.selection.base import LayerSelector
-from torch_cacheslide.attention import attention_pairs
 from torch_cacheslide.cache import WorkingCache
 from torch_cacheslide.correction import Correction
 from torch_cacheslide.load import Decoupling, Loading, RunLoad
@@ -72,8 +72,10 @@ class SelectivePrefill:
         loading: Loading | None = None,
         residual_layers: Collection[int] = (),
         interrupt: Interrupt = go_on,
+        canonical: CanonicalRows | None = None,
     ) -> None:
         self._stack, self._store, self._plan, self._cache = stack, store, plan, cache
+        cache.canonical = canonical
         self._device = stack.device
         positions = torch.from_numpy(plan.positions).to(self._device)
         cache.place(0, positions)
@@ -97,7 +99,7 @@ class SelectivePrefill:
             hidden = self._layers(loader)
         finally:
             loader.close()
-            self._cache.loader = None
+            self._cache.loader = self._cache.canonical = None
         done = self._done
         done.logits = self._stack.logits(hidden[:, -1:])
         done.active = self._rows
@@ -156,7 +158,7 @@ class SelectivePrefill:
         self._done.rows_per_layer.append(len(self._rows))
         layouts = self._cache.layouts
         hidden = self._stack.layer(layer, hidden, self._cos_sin, self._cache, layouts)
-        self._done.pairs += attention_pairs(layouts.of(layer))
+        self._done.pairs += layouts.pairs(layer)
         return hidden
 
     def _after(self, layer: int, hidden: Tensor) -> Tensor:

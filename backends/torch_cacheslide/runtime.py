@@ -8,6 +8,7 @@ the quality guard distrusts.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
@@ -28,7 +29,9 @@ from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
 from cacheslide_agents.position.base import Position
+from cacheslide_agents.position.profile import CanonicalRows
 from torch_cacheslide.cache import Arena, WorkingCache
+from torch_cacheslide.canonical import Profiles, still_exact
 from torch_cacheslide.load import Loading, sources_of
 from torch_cacheslide.prefill import Interrupt, Prefilled, SelectivePrefill, go_on
 from torch_cacheslide.prompted import Prompted
@@ -52,11 +55,12 @@ class Runtime:
         loading: Loading | None = None,
         refresh: Refresh = Refresh.CORRECTED,
         guard: QualityGuard | None = None,
+        profiles: Profiles | None = None,
     ) -> None:
         self.stack, self.rotary, self.store, self.cost = stack, rotary, store, cost
         self._fingerprint = fingerprint
         self._loading, self._refresh = loading or Loading(), refresh
-        self.guard = guard
+        self.guard, self._profiles = guard, profiles
         self._arena = Arena(
             stack.layers, stack.kv_heads, stack.head_dim, dtype=stack.dtype, device=stack.device
         )
@@ -64,14 +68,17 @@ class Runtime:
     def prefill(self, request: GenerationRequest, policy: Policy, room: int) -> Prompted:
         """Prefill the prompt, with space for `room` more tokens."""
         started = perf_counter()
-        plan, lease, declined = None, None, None
+        plan, lease, declined, canonical = None, None, None, None
         try:
             plan = self._plan(request, policy)
             lease = self.store.lease(sources_of(plan)) if plan.runs else None
             if plan.runs and self._distrusts(self._key(request), plan):
                 declined, plan = plan, _dense(request, policy, "declined", "guard")
+            canonical = self._canonical(plan, request.task)
+            if canonical is not None:
+                plan = replace(plan, exact=still_exact(plan, canonical))
             plan_s = perf_counter() - started
-            prefilled, cache = self.run(plan, room)
+            prefilled, cache = self.run(plan, room, canonical=canonical)
         except (ModelError, RequestError):
             _release(lease)
             raise
@@ -79,12 +86,14 @@ class Runtime:
             log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
             _release(lease)
             plan_s = perf_counter() - started
-            plan = _dense(request, policy, "fallback", f"{type(error).__name__}: {error}")
+            plan, canonical = _fallen(request, policy, error), None
             prefilled, cache = self.run(plan, room)
         else:
             work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
             self.cost.observe(work, plan_s + prefilled.wait_s + prefilled.compute_s)
         receipt = self._receipt(request, plan, prefilled, cache, plan_s)
+        if canonical is not None:
+            receipt = replace(receipt, ccpe=canonical.tokens)
         return Prompted(
             request, self._key(request), plan, prefilled, cache, receipt, lease, declined
         )
@@ -190,8 +199,17 @@ class Runtime:
         with torch.inference_mode():
             return prefill.keys_at(rows, layer)
 
+    def _canonical(self, plan: Plan, task: str) -> CanonicalRows | None:
+        if self._profiles is None:
+            return None
+        return self._profiles.place(plan, task, self.stack.device)
+
     def run(
-        self, plan: Plan, room: int, interrupt: Interrupt = go_on
+        self,
+        plan: Plan,
+        room: int,
+        interrupt: Interrupt = go_on,
+        canonical: CanonicalRows | None = None,
     ) -> tuple[Prefilled, WorkingCache]:
         """Carry out `plan`. `NonFiniteError` where what is reused is not finite."""
         spare = self._loading.spare(plan)
@@ -209,6 +227,7 @@ class Runtime:
             loading=self._loading,
             residual_layers=checkpoints,
             interrupt=interrupt,
+            canonical=canonical,
         )
         with torch.inference_mode():
             prefilled = prefill.run()
@@ -225,6 +244,10 @@ def _ids(request: GenerationRequest) -> npt.NDArray[np.int64]:
 
 def _dense(request: GenerationRequest, policy: Policy, outcome: Outcome, reason: str) -> Plan:
     return dense_plan(_ids(request), request.spans, policy, outcome=outcome, reason=reason)
+
+
+def _fallen(request: GenerationRequest, policy: Policy, error: Exception) -> Plan:
+    return _dense(request, policy, "fallback", f"{type(error).__name__}: {error}")
 
 
 def _release(lease: Lease | None) -> None:

@@ -40,6 +40,11 @@ class DecoderStack:
         for index, layer in enumerate(self._layers):
             _key_source(layer.self_attn).register_forward_hook(partial(self._capture, index))
 
+    @property
+    def attentions(self) -> list[nn.Module]:
+        """The attention module of every layer."""
+        return [layer.self_attn for layer in self._layers]
+
     def embed(self, ids: Tensor) -> Tensor:
         """[rows] -> [1, rows, hidden]."""
         embedded: Tensor = self._embedding(ids[None])

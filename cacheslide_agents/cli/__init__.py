@@ -10,6 +10,7 @@ import typer
 from cacheslide_agents.cli import (
     bench,
     cache,
+    calibrate,
     chat,
     check,
     demo,
@@ -41,6 +42,7 @@ app.command()(replay.replay)
 app.command()(report.report)
 app.command()(demo.demo)
 app.command()(train.train)
+app.command()(calibrate.calibrate)
 app.command(context_settings=serve.FOREIGN_FLAGS)(serve.serve)
 app.add_typer(cache.app)
 

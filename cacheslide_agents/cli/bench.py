@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,10 @@ def bench(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    profiles: options.Profiles = None,
+    cope_model: Annotated[
+        str | None, typer.Option(help="Converted model that some studies compare with.")
+    ] = None,
     policies: Annotated[str | None, typer.Option(help="Names with commas; default: all.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Turns at most.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses the turns.")] = 0,
@@ -45,7 +50,7 @@ def bench(
     """Measure reuse policies on agent turns against dense prefill."""
     if (task is None) == (study is None):
         raise RequestError("give either --task or --study")
-    _known(task, study, policies)
+    _known(task, study, policies, cope_model)
     common: dict[str, Any] = {
         "data": data,
         "out": out,
@@ -54,8 +59,11 @@ def bench(
     }
     if limit is not None:
         common["limit"] = limit
+    if cope_model is not None:
+        common["cope_model"] = cope_model
+    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
     with (
-        opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded,
+        opened(backend, model, **given) as loaded,
         _progress(shown=not as_json) as progress,
     ):
         common |= {"backend": loaded, "progress": progress}
@@ -74,7 +82,9 @@ def bench(
         _task(task, {**common, **own}, as_json=as_json)
 
 
-def _known(task: str | None, study: str | None, policies: str | None) -> None:
+def _known(
+    task: str | None, study: str | None, policies: str | None, cope_model: str | None
+) -> None:
     """Names are checked before a model is loaded."""
     from cacheslide_agents.bench import STUDIES, TASKS
     from cacheslide_agents.policies import named
@@ -84,6 +94,10 @@ def _known(task: str | None, study: str | None, policies: str | None) -> None:
             raise RequestError(f"no {kind} is named {name!r}; known: {', '.join(known)}")
     if study is not None and policies is not None:
         raise RequestError("--policies goes with --task; a study chooses its own")
+    if cope_model is not None:
+        pairs = [name for name in STUDIES if "cope_model" in signature(STUDIES[name]).parameters]
+        if study not in pairs:
+            raise RequestError(f"--cope-model goes with --study {', '.join(pairs)}")
     for name in policies.split(",") if policies else ():
         named(name)
 

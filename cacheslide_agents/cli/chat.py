@@ -25,6 +25,7 @@ def chat(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    profiles: options.Profiles = None,
     policy: options.Policy = None,
     *,
     sampling: Sampling,
@@ -37,7 +38,8 @@ def chat(
     chosen = policy_named(policy)
     dialogue = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, Any]] = []
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
+    with opened(backend, model, **given) as loaded:
         asker = Asker(loaded, sampling, chosen)
         for said in _lines():
             dialogue.append({"role": "user", "content": said})

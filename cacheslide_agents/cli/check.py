@@ -21,6 +21,7 @@ def check(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    profiles: options.Profiles = None,
     tolerance: Annotated[
         float, typer.Option(help="Largest KL where reuse must equal dense prefill.")
     ] = 1e-3,
@@ -30,7 +31,8 @@ def check(
     """Cache one turn, reuse it for a turn that moved, and compare with dense prefill."""
     from cacheslide_agents.cli.examine import examine
 
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
+    with opened(backend, model, **given) as loaded:
         findings = list(examine(loaded, tolerance, max_kl))
     holds = all(finding.holds for finding in findings)
     if as_json:

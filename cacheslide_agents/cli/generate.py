@@ -33,6 +33,7 @@ def generate(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
+    profiles: options.Profiles = None,
     policy: options.Policy = None,
     *,
     sampling: Sampling,
@@ -41,7 +42,8 @@ def generate(
     """Answer one prompt."""
     asked = _prompt(prompt, template, values, system)
     chosen = policy_named(policy)
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
+    with opened(backend, model, **given) as loaded:
         asker = Asker(loaded, sampling, chosen)
         answer = asker.ask(asked, None if as_json else write_piece)
         if as_json:

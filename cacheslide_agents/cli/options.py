@@ -17,6 +17,7 @@ import typer
 from cacheslide_agents.sampling import Sampling
 
 DEFAULT_MODEL = "smollm2-135m"
+COPE_MODEL = "smollm2-135m-cope"
 DEFAULT_BACKEND = "torch"
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Alias, local folder or hub id.")]
@@ -24,6 +25,10 @@ BackendName = Annotated[str, typer.Option("--backend", help="Name of an installe
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; left to the backend by default.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; likewise.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads; likewise.")]
+Profiles = Annotated[
+    list[Path] | None,
+    typer.Option(help="CCPE profiles of a CoPE model: a file, or a folder; may repeat."),
+]
 Policy = Annotated[
     str | None, typer.Option(help="Reuse policy: cacheslide, prefix, recompute, ...")
 ]

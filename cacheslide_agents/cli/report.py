@@ -24,6 +24,7 @@ def report(
 ) -> None:
     """Show an earlier run."""
     from cacheslide_agents.bench import markdown, plot_frontier, read_results, table
+    from cacheslide_agents.bench.curve_plot import plot_curves
     from cacheslide_agents.bench.episode_report import plot_episodes
     from cacheslide_agents.bench.results import read_json
 
@@ -32,8 +33,9 @@ def report(
     study = read_json(results)
     episodes = study.get("study") == "episodes"
     if plot is not None:
+        draw = plot_episodes if episodes else plot_frontier
         try:
-            (plot_episodes if episodes else plot_frontier)(study, plot)
+            (plot_curves if "curves" in study else draw)(study, plot)
         except (OSError, ValueError) as error:
             raise DataError(f"{plot} cannot be drawn: {error}") from error
         if as_json:

@@ -77,6 +77,11 @@ class Policy(Protocol):
         """Whether plain prefix reuse may be taken instead when the cost model finds it cheaper."""
         ...
 
+    @property
+    def ccpe(self) -> bool:
+        """Whether chunks are first computed at their task's canonical positions, if known."""
+        ...
+
     def positions(self, spans: tuple[Span, ...], length: int) -> npt.NDArray[np.int64]:
         """Where each prompt token stands [n]; `arange(n)` unless a schema leaves gaps."""
         ...

@@ -37,9 +37,10 @@ class CacheSlide(Plain):
     follow a change (`Boundary`, and more of them `AfterRemoval`) and the last ones before the
     answer (`Tail`); their new keys and values replace the cached ones. With `may_decline` plain
     prefix reuse is taken where it is cheaper. `order=Order.ANY` also reuses whole chunks that
-    changed places. Departs from the paper in the choice of tokens, which needs no forward pass, in
-    the fusion and in having no gate; `CacheSlide.paper()` is the paper's own rule. Why:
-    docs/decisions.md.
+    changed places. With `ccpe`, a CoPE model first computes the chunks of a task whose profile its
+    backend has at their canonical positions. Departs from the paper in the choice of tokens, which
+    needs no forward pass, in the fusion and in having no gate; `CacheSlide.paper()` is the paper's
+    own rule. Why: docs/decisions.md.
     """
 
     selector: Selector | LayerSelector | None = _CORRECTED
@@ -51,6 +52,7 @@ class CacheSlide(Plain):
     name: str = "cacheslide"
     population: Population = Population.CONTEXT
     reuse: Reuse = Reuse.RUNS
+    ccpe: bool = True
 
     def __post_init__(self) -> None:
         check_min_run(self.name, self.min_run)
@@ -72,7 +74,8 @@ class CacheSlide(Plain):
 
         - the deviation is read at layer 1 counted from 0: position-free keys of layer 0 do not
           depend on the context at all;
-        - keys are brought to their new place by rotation; CCPE needs a model trained with CoPE;
+        - keys of RoPE models are brought to their new place by rotation; CCPE needs a CoPE model
+          and a profile of the task (`position/profile.py` says how it departs);
         - what is reused comes from aligning tokens (runs of at least 16), not declared segments;
         - corrected tokens attend to the whole prompt before them; no association mask limits them;
         - the fusion weight is not clamped, so beyond 1 it extrapolates;

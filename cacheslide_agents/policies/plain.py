@@ -41,6 +41,10 @@ class Plain:
     def may_decline(self) -> bool:
         return False
 
+    @property
+    def ccpe(self) -> bool:
+        return False
+
     def positions(self, spans: tuple[Span, ...], length: int) -> npt.NDArray[np.int64]:
         return np.arange(length, dtype=np.int64)
 

@@ -19,7 +19,10 @@ from cacheslide_agents.bench.studies import (
     drift,
     episodes,
     frontier,
+    layers,
     length,
+    padding,
+    pmkd,
     pressure,
     stale,
 )
@@ -33,7 +36,10 @@ STUDIES: Mapping[str, Study] = {
     "drift": drift.run,
     "episodes": episodes.run,
     "frontier": frontier.run,
+    "layers": layers.run,
     "length": length.run,
+    "padding": padding.run,
+    "pmkd": pmkd.run,
     "pressure": pressure.run,
     "stale": stale.run,
 }

@@ -1,0 +1,164 @@
+"""`cacheslide calibrate`: CCPE profiles, learnt from the prompts of a task.
+
+In: a log of requests, or a workload by name; a CoPE model. Out: one file for every task; what they
+hold on stdout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from cacheslide_agents.cli import options
+from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.errors import DataError, RequestError
+
+if TYPE_CHECKING:
+    from cacheslide_agents.backend import Backend
+    from cacheslide_agents.chunks import EncodedPrompt
+    from cacheslide_agents.position.profile import Calibrates, CanonicalEntry, Profile
+    from cacheslide_agents.prompt.logged import LoggedRequest
+
+
+def calibrate(
+    trace: Annotated[
+        Path | None, typer.Argument(help="JSONL, one request a line, as for `replay`.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Instead of TRACE: a workload.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Data folder of the workload.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the profiles.")] = Path("profiles"),
+    model: options.Model = options.COPE_MODEL,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 32,
+    skip: Annotated[
+        int, typer.Option(min=0, help="Leave out the first: 2 for each turn that a bench measures.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the workload's turns, as in `bench`.")] = 0,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer ones are left out.")] = 4096,
+    backend: options.BackendName = options.DEFAULT_BACKEND,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Learn where the chunks of a task usually stand (CCPE), for a CoPE model."""
+    from cacheslide_agents.position.profile import Calibrates
+
+    if (trace is None) == (task is None) or (task is None) != (data is None):
+        raise RequestError("give either TRACE, or --task with --data")
+    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+        if not isinstance(loaded, Calibrates):
+            raise RequestError(f"backend {backend!r} cannot calibrate; use --backend torch")
+        last = skip + prompts
+        asked = _requests(loaded, trace, task, data, -(-last // 2), seed, max_prompt_tokens)
+        encoded = _encoded(loaded, islice(asked, skip, last), max_prompt_tokens)
+        made = [_learn(loaded, name, group) for name, group in encoded.items()]
+    paths = [profile.save(out) for profile in made]
+    if as_json:
+        found = [_described(*pair) for pair in zip(made, paths, strict=True)]
+        emit({"model": loaded.model_id, "profiles": found})
+        return
+    for profile, path in zip(made, paths, strict=True):
+        screen().print(_table(profile))
+        notes().print(f"written to {path}")
+
+
+def _requests(
+    backend: Backend,
+    trace: Path | None,
+    task: str | None,
+    data: Path | None,
+    turns: int,
+    seed: int,
+    max_prompt_tokens: int,
+) -> Iterator[LoggedRequest]:
+    """A log's requests, or both prompts of each of a workload's `turns`."""
+    from cacheslide_agents.bench.replay import read_trace, turn_requests
+    from cacheslide_agents.bench.runner import token_limits
+    from cacheslide_agents.bench.workloads import load_turns
+    from cacheslide_agents.prompt.chat import ChatEncoder
+
+    if trace is not None:
+        return read_trace(trace)
+    assert task is not None and data is not None
+    limits = token_limits(backend, ChatEncoder(backend.tokenizer).encode, max_prompt_tokens)
+    return turn_requests(load_turns(task, data, limits, limit=turns, seed=seed))
+
+
+def _encoded(
+    backend: Backend, requests: Iterable[LoggedRequest], max_prompt_tokens: int
+) -> dict[str, list[EncodedPrompt]]:
+    """By task, each prompt once."""
+    from cacheslide_agents.prompt.chat import ChatEncoder
+
+    encoder = ChatEncoder(backend.tokenizer)
+    longest = min(max_prompt_tokens, backend.max_model_len)
+    found: dict[str, dict[tuple[int, ...], EncodedPrompt]] = {}
+    with notes().status("reading prompts"):
+        for request in requests:
+            prompt = request.encode(encoder)
+            if len(prompt.ids) <= longest:
+                found.setdefault(prompt.task, {}).setdefault(prompt.ids, prompt)
+    if not found:
+        raise DataError(f"no prompt of at most {longest} tokens; raise --prompts, lower --skip")
+    return {task: list(prompts.values()) for task, prompts in found.items()}
+
+
+def _learn(backend: Calibrates, task: str, prompts: list[EncodedPrompt]) -> Profile:
+    with _progress(task, len(prompts)) as seen:
+        return backend.calibrate(prompts, seen)
+
+
+@contextmanager
+def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
+    columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = notes()
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        row = bar.add_task(task, total=total)
+        yield lambda done: bar.update(row, completed=done)
+
+
+def _figures(entry: CanonicalEntry, npos: int) -> dict[str, Any]:
+    mass = entry.mass.float()
+    return {
+        "chunk": entry.chunk,
+        "update": entry.update,
+        "prompts": entry.prompts,
+        "rows": entry.rows,
+        "mass_median": float(mass.median()),
+        "share": float(entry.share.mean()),
+        "saturated": float((mass == npos - 1).float().mean()),
+    }
+
+
+def _described(profile: Profile, path: Path) -> dict[str, Any]:
+    entries = [_figures(each, profile.npos) for each in profile.entries]
+    return {"task": profile.task, "path": str(path), "npos": profile.npos, "entries": entries}
+
+
+def _table(profile: Profile) -> Table:
+    """Median mass over layers and heads, the rows in it, and the heads that it saturates."""
+    table = Table(title=profile.task, title_justify="left")
+    for column in ("chunk", "behind update"):
+        table.add_column(column)
+    for column in ("prompts", "rows", "mass", "rows at it", "saturated heads"):
+        table.add_column(column, justify="right")
+    for entry in profile.entries:
+        found = _figures(entry, profile.npos)
+        table.add_row(
+            entry.chunk,
+            entry.update,
+            str(entry.prompts),
+            str(entry.rows),
+            f"{found['mass_median']:.0f}",
+            f"{found['share']:.0%}",
+            f"{found['saturated']:.0%}",
+        )
+    return table
