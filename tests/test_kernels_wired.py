@@ -59,8 +59,9 @@ class StandIn:
         tiling: Tiling | None = None,
     ) -> Tensor:
         self.calls.append((query.shape[1], embedding is not None, slots is not None))
-        if slots is not None:
-            key, value = key[:, slots], value[:, slots]
+        count = int(rows[-1]) + 1  # what lies behind was never written: any number, or none
+        there = slice(count) if slots is None else slots[:count]
+        key, value = key[:, there], value[:, there]
         if embedding is not None:
             return contextual_attention(
                 query, key, value, embedding, rows, scale=scale, masses=masses
