@@ -109,6 +109,9 @@ def watched(command: list[str], env: Mapping[str, str], seconds: float) -> tuple
             os.killpg(section.pid, signal.SIGKILL)  # an engine's own processes, too
             words, _ = section.communicate()
             return f"timed out after {seconds:.0f} s", words
+        except BaseException:
+            os.killpg(section.pid, signal.SIGKILL)
+            raise
     return (f"died with {section.returncode}" if section.returncode else ""), words
 
 

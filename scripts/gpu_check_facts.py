@@ -55,7 +55,9 @@ class Report:
         self.note(status="skipped", reason=reason)
 
     def _save(self) -> None:
-        self._path.write_text(json.dumps(self._figures))
+        draft = self._path.with_suffix(".tmp")  # a section may be killed at any moment
+        draft.write_text(json.dumps(self._figures))
+        draft.replace(self._path)
 
 
 def check_facts(setting: Setting, report: Report) -> None:

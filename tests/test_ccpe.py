@@ -365,6 +365,14 @@ def test_a_backend_reads_profiles_from_files_and_folders(
         assert Receipt.from_dict(receipt.to_dict()) == receipt
 
 
+def test_what_a_killed_save_left_behind_is_no_profile(
+    tmp_path: Path, folder: Path, profile: Profile
+) -> None:
+    path = profile.save(tmp_path)
+    path.with_name(f".{path.name}.tmp").write_bytes(b"torn")
+    TorchBackend(str(folder), device="cpu", profiles=tmp_path).close()
+
+
 def test_a_profile_of_another_model_is_refused(
     tmp_path: Path, folder: Path, profile: Profile, support: Callable[[str], ModuleType]
 ) -> None:

@@ -106,7 +106,5 @@ def test_no_time_left_skips_a_section(parts: Any, tmp_path: Path) -> None:
     assert check.start_section("facts", given, 1)["status"] == "skipped"
 
 
-def test_sections_fit_the_whole_budget(parts: Any) -> None:
-    check = parts("gpu_check")
-    assert check.BUDGET < 480
-    assert sum(each.seconds for name, each in check.SECTIONS.items() if name != "vllm") <= 500
+def test_the_check_ends_within_eight_minutes(parts: Any) -> None:
+    assert parts("gpu_check").BUDGET < 480

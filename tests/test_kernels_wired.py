@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -167,7 +168,8 @@ def test_several_answers_leave_their_rows_to_torch(
     for chunk in backend.generate(request):
         tokens[chunk.index] += chunk.token_ids
     assert tokens[0] == tokens[1]
-    assert {rows for rows, _, _ in stand_in.calls} <= {len(HEAD)}
+    contextual = folder.name.startswith("contextual")
+    assert {rows for rows, _, _ in stand_in.calls} == ({len(HEAD)} if contextual else set())
 
 
 def test_kernel_that_cannot_run_here_is_not_trusted_and_the_log_says_why(
@@ -178,21 +180,32 @@ def test_kernel_that_cannot_run_here_is_not_trusted_and_the_log_says_why(
 
     monkeypatch.setattr(fused, "fused_attention", broken)
     with caplog.at_level(logging.WARNING):
-        assert not fused.trusted(torch.device("cpu"), torch.float32, 32, 2, 16, TILE)
+        assert not fused.trusted(fused.Kind(torch.device("cpu"), torch.float32, 32, 2, 16, TILE))
     assert "out of shared memory" in caplog.text
 
 
-@pytest.mark.parametrize("positions", [0, 16], ids=["plain", "contextual"])
+@pytest.mark.parametrize("slotted", [False, True], ids=["in order", "slots"])
+@pytest.mark.parametrize(
+    ("positions", "massed"), [(0, False), (16, False), (64, True)], ids=["plain", "cope", "ccpe"]
+)
 def test_kernel_is_trusted_if_and_only_if_it_agrees(
-    monkeypatch: pytest.MonkeyPatch, positions: int
+    monkeypatch: pytest.MonkeyPatch, positions: int, massed: bool, slotted: bool
 ) -> None:
-    shape = (torch.device("cpu"), torch.float32, 40, 2, positions, TILE)
-    monkeypatch.setattr(fused, "fused_attention", StandIn())
-    assert fused.trusted.__wrapped__(*shape)
-    monkeypatch.setattr(fused, "fused_attention", lambda *a, **k: StandIn()(*a, **k) + 0.01)
-    assert not fused.trusted.__wrapped__(*shape)
-    monkeypatch.setattr(fused, "fused_attention", lambda *a, **k: StandIn()(*a, **k) * torch.nan)
-    assert not fused.trusted.__wrapped__(*shape)
+    device = torch.device("cpu")
+    kind = fused.Kind(device, torch.float32, 40, 2, positions, TILE, slotted, massed)
+    stand_in = StandIn()
+    monkeypatch.setattr(fused, "fused_attention", stand_in)
+    assert fused.trusted.__wrapped__(kind)
+    assert stand_in.calls == [(TILE.rows, positions > 0, slotted)]
+    for off in (0.01, torch.nan):
+        spoilt = partial(lambda off, *a, **k: stand_in(*a, **k) + off, off)
+        monkeypatch.setattr(fused, "fused_attention", spoilt)
+        assert not fused.trusted.__wrapped__(kind)
+    if massed:
+        monkeypatch.setattr(
+            fused, "fused_attention", lambda *a, **k: stand_in(*a, **(k | {"masses": ()}))
+        )
+        assert not fused.trusted.__wrapped__(kind)
 
 
 def test_the_switch_and_the_device_decide() -> None:

@@ -94,9 +94,10 @@ def test_padding_compares_a_fixed_window_with_free_length(data: Path, tiny_model
     found = study("padding", data, tiny_model, fillers=(0, 64), limit=1)
     curves = {name: dict(points) for name, points in found["curves"].items()}
     assert list(curves) == ["free length, reused", "padded, reused", "padded, dense"]
-    free, _, dense = curves.values()
-    assert free[0] == free[64] > 0
+    free, reused, dense = curves.values()
+    assert free[64] > 0
     assert dense[64] > 0
+    assert reused[64] != reused[0]  # the filler is in the prompt that is scored
 
 
 def test_a_padded_update_is_equally_long_in_both_turns() -> None:

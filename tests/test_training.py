@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -243,6 +244,36 @@ def test_an_adapter_folder_loads_like_a_model_and_is_merged_once(
     assert loaded.path.parent == home / "models"
 
 
+def test_a_base_that_is_stored_in_another_precision_is_read_in_the_adapters(
+    trained: Path, teacher: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = tmp_path / "home" / "models"
+    monkeypatch.setenv("CACHESLIDE_HOME", str(tmp_path / "home"))
+    rounded = load_model(folder, dtype="bfloat16")
+    rounded.model.save_pretrained(models / folder.name)
+    rounded.tokenizer.save_pretrained(models / folder.name)
+    with pytest.raises(ModelLoadError, match="another precision"):
+        load_model(trained / "adapter")  # float32 weights rounded to bfloat16 are others
+    card = json.loads((trained / "adapter" / "cope.json").read_text())
+    reread = load_model(models / folder.name, dtype="float32").model
+    card["bound"] = {name: asdict(each) for name, each in bind(reread).items()}
+    (trained / "adapter" / "cope.json").write_text(json.dumps(card))
+    assert load_model(trained / "adapter").model.config.model_type == "cope_llama"
+
+
+def test_a_base_that_cannot_be_read_and_an_adapter_of_itself_are_named(
+    trained: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHESLIDE_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "models" / folder.name).mkdir(parents=True)
+    with pytest.raises(ModelLoadError, match=r"base model of the adapter .* cannot be loaded"):
+        load_model(trained / "adapter")
+    itself = json.loads((trained / "adapter" / "cope.json").read_text()) | {"base": "adapter"}
+    (trained / "adapter" / "cope.json").write_text(json.dumps(itself))
+    with pytest.raises(ModelNotFoundError, match="names the adapter itself"):
+        load_model(trained / "adapter")
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -260,7 +291,7 @@ def test_a_damaged_adapter_is_named(trained: Path, file: str, content: bytes, me
 def test_weights_that_are_not_finite_are_not_written(teacher: Any, tmp_path: Path) -> None:
     recipe = Recipe(npos=8, adapter_rank=2)
     student = Student(teacher, recipe)
-    card = Card("base", recipe, tokens=0, seconds=0.0, threads=1, held_out=[], bound={})
+    card = Card("base", "float32", recipe, tokens=0, seconds=0.0, threads=1, held_out=[], bound={})
     next(iter(student.trained.values())).data[0] = torch.nan
     with pytest.raises(ModelError, match="not finite"):
         save_adapter(student, card, tmp_path / "bad")

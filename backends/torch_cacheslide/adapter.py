@@ -28,6 +28,7 @@ from torch_cacheslide.quiet import quiet
 
 WEIGHTS, CARD = "cope.safetensors", "cope.json"
 FORMAT = 1
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def is_adapter(folder: Path) -> bool:
@@ -37,10 +38,12 @@ def is_adapter(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Adapter:
-    """`base` is the name of the model it was trained from; `bound`, that model's own tensors."""
+    """`base` is the name of the model it was trained from; `bound`, that model's own tensors in
+    the precision `dtype`."""
 
     folder: Path
     base: str
+    dtype: torch.dtype
     npos: int
     bound: Mapping[str, BaseTensor]
     tensors: Mapping[str, Tensor]
@@ -57,7 +60,8 @@ class Adapter:
                 for name, each in card["bound"].items()
             }
             base, npos = str(card["base"]), int(card["recipe"]["npos"])
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            dtype = _DTYPES[card["dtype"]]
+        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelLoadError(
                 f"{folder / CARD} is not the card of a conversion: {error}"
             ) from error
@@ -65,7 +69,7 @@ class Adapter:
             tensors = load_file(folder / WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{folder / WEIGHTS} cannot be read: {error}") from error
-        return cls(folder, base, npos, bound, tensors)
+        return cls(folder, base, dtype, npos, bound, tensors)
 
     def applied(self, base: Any, *, other_precision: bool = False) -> Any:
         """The CoPE model of `base`, which itself stays as it is.
@@ -103,8 +107,18 @@ def merged(adapter: Adapter, base: Path, models: Path) -> Path:
 
 
 def _merge(adapter: Adapter, base: Path, folder: Path) -> None:
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(
+                base, dtype=adapter.dtype, local_files_only=True
+            )
+            tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ModelLoadError(
+            f"{base}, the base model of the adapter {adapter.folder}, cannot be loaded ({reason})"
+        ) from error
+    merged = adapter.applied(model)
     with quiet():
-        model = AutoModelForCausalLM.from_pretrained(base, local_files_only=True)
-        tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
-        adapter.applied(model).save_pretrained(folder)
+        merged.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

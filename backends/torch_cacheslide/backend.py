@@ -264,7 +264,7 @@ class TorchBackend:
             raise ContextOverflowError(count, self.max_model_len, room)
 
     def _fitting(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        self._check(prompt.ids, room=0)
+        self._check(prompt.ids)
         return prompt
 
     def _count(self, receipt: Receipt) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from cacheslide_agents.chunks import EncodedPrompt, Span
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.errors import BackendError, DataError
 from cacheslide_agents.policies.draft import dense_plan
 from cacheslide_agents.policies.recompute import Recompute
 from cacheslide_agents.position.profile import (
@@ -55,7 +55,7 @@ class Calibration:
         """Add them all; `job` emits how many are done, and may be cancelled."""
         for number, prompt in enumerate(prompts, start=1):
             if job.cancelled.is_set():
-                return
+                raise BackendError("the calibration was cancelled before all prompts were seen")
             self.add(prompt)
             job.emit(number)
 

@@ -8,6 +8,8 @@ for those), several answers at once, MPT, shapes the kernels do not cover.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from cacheslide_agents.position.contextual import contextual_attention
+from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
 from cacheslide_agents.position.kernels import Tiling, covers, fused_attention, has_triton
 from torch_cacheslide.attention import ATTENTION_NAME, Layouts, attend, register_attention
 
@@ -42,8 +44,8 @@ def attend_fused(
     layer = module.layer_idx
     assert isinstance(layer, int)
     wanted = embedding is not None or layout.selective(layer)
-    places = layout.places(layer) if wanted else None
-    if places is None or not _trusted_for(query, key, embedding):
+    places, masses = layout.places(layer) if wanted else None, layout.masses(layer)
+    if places is None or not _trusted_for(query, key, embedding, places[1], masses):
         return attend(
             module, query, key, value, attention_mask, scaling=scaling, layout=layout, **others
         )
@@ -56,67 +58,81 @@ def attend_fused(
         scale=scaling,
         embedding=embedding,
         slots=slots,
-        masses=layout.masses(layer),
+        masses=masses,
     )
     return attended.transpose(0, 1)[None], None
 
 
-def _trusted_for(query: Tensor, key: Tensor, embedding: Tensor | None) -> bool:
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kernel is compiled for; `positions` 0: none that are contextual."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    groups: int
+    positions: int
+    tiling: Tiling
+    slotted: bool = False
+    massed: bool = False
+
+
+def _trusted_for(
+    query: Tensor,
+    key: Tensor,
+    embedding: Tensor | None,
+    slots: Tensor | None,
+    masses: Sequence[CanonicalMass],
+) -> bool:
     _, heads, rows, head_dim = query.shape
     positions = 0 if embedding is None else embedding.shape[1]
     if not covers(query.dtype, head_dim, positions) or query.requires_grad:
         return False
     tiling = Tiling.of(rows, head_dim, query.dtype, embedding is not None)
-    return trusted(query.device, query.dtype, head_dim, heads // key.shape[1], positions, tiling)
+    groups, slotted = heads // key.shape[1], slots is not None
+    of_query = (query.device, query.dtype, head_dim)
+    return trusted(Kind(*of_query, groups, positions, tiling, slotted, bool(masses)))
 
 
 @cache
-def trusted(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    groups: int,
-    positions: int,
-    tiling: Tiling,
-) -> bool:
+def trusted(kind: Kind) -> bool:
     """Whether this kernel runs here and agrees with torch; tried once, a warning says if not."""
     try:
-        error = _probe(device, dtype, head_dim, groups, positions, tiling)
+        error = _probe(kind)
     except Exception:  # triton missing or too old, a tile too large for the device, ...
-        log.warning("no fused kernel for %s on %s: torch instead", dtype, device, exc_info=True)
+        log.warning("no fused kernel for %s: torch instead", kind, exc_info=True)
         return False
-    if error > TOLERANCE[dtype]:
-        log.warning("fused kernel is %g off for %s on %s: torch instead", error, dtype, device)
+    if error > TOLERANCE[kind.dtype]:
+        log.warning("fused kernel is %g off for %s: torch instead", error, kind)
         return False
     return True
 
 
-def _probe(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    groups: int,
-    positions: int,
-    tiling: Tiling,
-) -> float:
+def _probe(kind: Kind) -> float:
     """The largest difference from float64 for the last rows of a random prompt; NaN counts most."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator).to(kind.device, kind.dtype)
 
-    rows = torch.arange(PROBE_KEYS - tiling.rows, PROBE_KEYS, dtype=torch.int32, device=device)
-    query, key = normal(groups, tiling.rows, head_dim), normal(1, PROBE_KEYS, head_dim)
+    groups, head_dim, first = kind.groups, kind.head_dim, PROBE_KEYS - kind.tiling.rows
+    rows = torch.arange(first, PROBE_KEYS, dtype=torch.int32, device=kind.device)
+    query, key = normal(groups, len(rows), head_dim), normal(1, PROBE_KEYS, head_dim)
     value, scale = normal(1, PROBE_KEYS, head_dim), head_dim**-0.5
-    embedding = normal(groups, positions, head_dim) * 0.1 if positions else None
-    found = fused_attention(
-        query, key, value, rows, scale=scale, embedding=embedding, tiling=tiling
-    )
+    embedding = normal(groups, kind.positions, head_dim) * 0.1 if kind.positions else None
+    mass = CanonicalMass(first - 40, first, first, PROBE_KEYS, torch.full((groups,), 5.0))
+    masses = (replace(mass, mass=mass.mass.to(kind.device)),) if kind.massed else ()
+    slots = torch.randperm(PROBE_KEYS, generator=generator).to(kind.device)
+    options: dict[str, Any] = {"masses": masses, "tiling": kind.tiling, "embedding": embedding}
+    if kind.slotted:
+        found = fused_attention(query, key, value, rows, scale=scale, slots=slots, **options)
+        key, value = key[:, slots], value[:, slots]
+    else:
+        found = fused_attention(query, key, value, rows, scale=scale, **options)
     # Without contextual positions every key stands at the same one, which softmax does not see.
     table = query.new_zeros(groups, 1, head_dim) if embedding is None else embedding
-    wanted = contextual_attention(
-        query.double(), key.double(), value.double(), table.double(), rows, scale=scale
-    )
+    wide = [each.double() for each in (query, key, value, table)]
+    wanted = contextual_attention(*wide, rows, scale=scale, masses=masses)
     return float((found.double() - wanted).abs().max().nan_to_num(nan=torch.inf))
 
 

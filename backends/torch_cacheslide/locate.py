@@ -79,9 +79,14 @@ def aliases() -> list[str]:
 def _adapted(folder: Path, models: Path) -> Path:
     adapter = Adapter.read(folder)
     try:
+        if adapter.base == folder.name:
+            raise ModelNotFoundError("its card names the adapter itself")
         base = locate(adapter.base)
     except ModelNotFoundError as error:
-        raise ModelNotFoundError(f"the base model of the adapter {folder}: {error}") from error
+        raise ModelNotFoundError(
+            f"the base model of the adapter {folder}: {error}; or put the base, or a link to it, "
+            f"at {models / adapter.base}"
+        ) from error
     return merged(adapter, base, models)
 
 

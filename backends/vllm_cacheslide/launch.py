@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
+from cacheslide_agents.errors import BackendError
 from vllm_cacheslide.plugin import CONNECTOR, register
 from vllm_cacheslide.settings import Settings
 
@@ -38,7 +39,10 @@ def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]
         "logits_processors": [FORCED_TOKENS],
         "max_logprobs": -1,
     }
-    return EngineArgs(model=str(located(model)), **(ours | dict(options)))
+    try:
+        return EngineArgs(model=str(located(model)), **(ours | dict(options)))
+    except TypeError as error:
+        raise BackendError(f"vLLM's engine takes no such option: {error}") from error
 
 
 def located(model: str) -> Path | str:

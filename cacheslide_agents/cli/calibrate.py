@@ -59,13 +59,11 @@ def calibrate(
         last = skip + prompts
         asked = _requests(loaded, trace, task, data, -(-last // 2), seed, max_prompt_tokens)
         encoded = _encoded(loaded, islice(asked, skip, last), max_prompt_tokens)
-        made = [_learn(loaded, name, group) for name, group in encoded.items()]
-    paths = [profile.save(out) for profile in made]
+        made = list(_learnt(loaded, encoded, out))
     if as_json:
-        found = [_described(*pair) for pair in zip(made, paths, strict=True)]
-        emit({"model": loaded.model_id, "profiles": found})
+        emit({"model": loaded.model_id, "profiles": [_described(*pair) for pair in made]})
         return
-    for profile, path in zip(made, paths, strict=True):
+    for profile, path in made:
         screen().print(_table(profile))
         notes().print(f"written to {path}")
 
@@ -111,9 +109,23 @@ def _encoded(
     return {task: list(prompts.values()) for task, prompts in found.items()}
 
 
-def _learn(backend: Calibrates, task: str, prompts: list[EncodedPrompt]) -> Profile:
-    with _progress(task, len(prompts)) as seen:
-        return backend.calibrate(prompts, seen)
+def _learnt(
+    backend: Calibrates, tasks: dict[str, list[EncodedPrompt]], out: Path
+) -> Iterator[tuple[Profile, Path]]:
+    """Profiles, each written when it is learnt. `DataError` if no task has anything to learn."""
+    empty: list[DataError] = []
+    for task, prompts in tasks.items():
+        with _progress(task, len(prompts)) as seen:
+            try:
+                profile = backend.calibrate(prompts, seen)
+            except DataError as error:
+                empty.append(error)
+                continue
+        yield profile, profile.save(out)
+    if len(empty) == len(tasks):
+        raise empty[0]
+    for error in empty:
+        notes().print(f"left out: {error}")
 
 
 @contextmanager

@@ -134,10 +134,10 @@ class Profile:
         ]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".{path.name}")
+            draft = path.with_name(f".{path.name}.tmp")  # nobody's profile until it is renamed
             save_file(tensors, draft, metadata={**head, "entries": json.dumps(listed)})
             draft.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise DataError(f"{path} cannot be written: {error}") from error
         return path
 

@@ -30,6 +30,7 @@ class Card:
     """How a conversion came about. `seconds` of training, evaluation not counted."""
 
     base: str
+    dtype: str
     recipe: Recipe
     tokens: int
     seconds: float

@@ -76,6 +76,7 @@ def _finish(
     held_out = evaluate(loaded.model, student.model, valid.ids, job.eval_lengths, job.windows)
     card = Card(
         base=loaded.model_id,
+        dtype=str(loaded.model.dtype).removeprefix("torch."),
         recipe=job.recipe,
         tokens=conversion.tokens,
         seconds=conversion.seconds,

@@ -17,7 +17,7 @@ from torch import Tensor
 from cacheslide_agents.backend import Backend, GenerationRequest, load_backend
 from cacheslide_agents.bench.studies.oracle import KeepsContexts
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import BackendError
+from cacheslide_agents.errors import BackendError, DataError
 from cacheslide_agents.pages.base import ContextKey, TokenRange
 from cacheslide_agents.policies import Policy, Prefix
 
@@ -59,13 +59,18 @@ def ck_sim(one: Tensor, other: Tensor) -> Tensor:
 
 @contextmanager
 def converted(backend: Backend, model: str) -> Iterator[Backend]:
-    """The CoPE model `model`, on the device and in the precision of `backend`."""
+    """The CoPE model `model`, on the device and in the precision of `backend`.
+
+    `DataError` if its tokenizer is another, so that ids would mean something else.
+    """
     options: dict[str, Any] = {"model": model}
     for name in ("device", "dtype"):
         if (value := getattr(backend, name, None)) is not None:
             options[name] = str(value) if name == "device" else value
     loaded = load_backend("torch", **options)
     try:
+        if loaded.tokenizer.get_vocab() != backend.tokenizer.get_vocab():
+            raise DataError(f"{loaded.model_id} and {backend.model_id} have different tokenizers")
         yield loaded
     finally:
         loaded.close()

@@ -32,6 +32,7 @@ from cacheslide_agents.errors import BackendError, DataError
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.position.base import Position
 from cacheslide_agents.position.profile import Calibrates
+from cacheslide_agents.position.rotary import Rotary
 
 SHIFTS = (0, 50, 100, 200, 350, 500, 750, 1000)
 HEAD, UPDATE, CHUNK = 32, 64, 128
@@ -91,15 +92,18 @@ def run(
     max_prompt_tokens: int = 4096,
 ) -> dict[str, Any]:
     """`limit` passages; `cope_model` is `<model>-cope` unless named."""
-    if not isinstance(backend, Placed):
-        raise BackendError(f"{backend.model_id} does not tell where its keys stand")
+    if not isinstance(backend, Placed) or not isinstance(backend.position, Rotary):
+        raise BackendError(f"this study starts from a RoPE model, which {backend.model_id} is not")
     started = perf_counter()
     fixed = HEAD + UPDATE + CHUNK + 1
-    shifts = [each for each in sorted(shifts) if fixed + each <= max_prompt_tokens]
+    longest = min(max_prompt_tokens, backend.max_model_len)
+    shifts = [each for each in sorted(shifts) if fixed + each <= longest]
+    if not shifts:
+        raise DataError(f"a passage takes {fixed} tokens, more than the {longest} allowed")
     name = cope_model or f"{backend.model_id}-cope"
     figures: Figures = {}
     with converted(backend, name) as cope:
-        found = _passages(backend, cope, data, CALIBRATED + limit, fixed + shifts[-1], seed)
+        found = _passages(backend, data, CALIBRATED + limit, fixed + shifts[-1], seed)
         measured, others = found[:limit], found[limit:]
         for number, passage in enumerate(measured, start=1):
             _rope(backend, backend.position, passage, shifts, figures)
@@ -168,14 +172,10 @@ def _note(
     figures.setdefault(curve, {}).setdefault(shift, []).append(float(np.mean(layers)))
 
 
-def _passages(
-    backend: Backend, cope: Backend, data: Path, count: int, length: int, seed: int
-) -> list[Passage]:
+def _passages(backend: Backend, data: Path, count: int, length: int, seed: int) -> list[Passage]:
     """`count` pieces of the text data, `length` tokens each, one after the other."""
     material = "\n\n".join(texts(data / "text" / "valid.jsonl"))[seed * 9973 :]
     ids = _tokens(backend, material[: count * length * 8])
-    if _tokens(cope, material[:2000]) != _tokens(backend, material[:2000]):
-        raise DataError(f"{cope.model_id} and {backend.model_id} have different tokenizers")
     if len(ids) < count * length:
         raise DataError(f"the text data ends before {count} passages of {length} tokens are full")
     return [Passage(tuple(ids[n * length : (n + 1) * length])) for n in range(count)]
