@@ -131,8 +131,8 @@ def _probe(kind: Kind) -> float:
         found = fused_attention(query, key, value, rows, scale=scale, **options)
     # Without contextual positions every key stands at the same one, which softmax does not see.
     table = query.new_zeros(groups, 1, head_dim) if embedding is None else embedding
-    wide = [each.double() for each in (query, key, value, table)]
-    wanted = contextual_attention(*wide, rows, scale=scale, masses=masses)
+    query, key, value, table = (each.double() for each in (query, key, value, table))
+    wanted = contextual_attention(query, key, value, table, rows, scale=scale, masses=masses)
     return float((found.double() - wanted).abs().max().nan_to_num(nan=torch.inf))
 
 

@@ -124,8 +124,8 @@ def _learnt(
         yield profile, profile.save(out)
     if len(empty) == len(tasks):
         raise empty[0]
-    for error in empty:
-        notes().print(f"left out: {error}")
+    for reason in empty:
+        notes().print(f"left out: {reason}")
 
 
 @contextmanager

@@ -106,9 +106,8 @@ def fused_attention(
     contextual = embedding is not None
     tiling = tiling or Tiling.of(query.shape[1], query.shape[2], query.dtype, contextual)
     query, key, value = (_rowwise(each) for each in (query, key, value))
-    rows, slots, embedding = (
-        each if each is None else each.contiguous() for each in (rows, slots, embedding)
-    )
+    rows = rows.contiguous()
+    slots, embedding = (each if each is None else each.contiguous() for each in (slots, embedding))
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         factors = None
