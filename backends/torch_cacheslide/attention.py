@@ -69,28 +69,27 @@ class Layouts:
         return () if self._canonical is None else self._canonical.of(layer)
 
     def of(self, layer: int) -> Layout:
-        moved = self._slots is not None and self._slots.moved(layer)
-        return self._apart if moved else self.in_order
+        return self._apart if self._moved(layer) else self.in_order
 
     def pairs(self, layer: int) -> int:
         """Query-key pairs that attention looks at, the cost model's second term."""
-        moved = self._slots is not None and self._slots.moved(layer)
-        return attention_pairs(self._apart) if moved else self._pairs_in_order
+        return attention_pairs(self._apart) if self._moved(layer) else self._pairs_in_order
 
     def selective(self, layer: int) -> bool:
         """Whether more than one row attends, and not a whole prompt in order."""
         rows = self._rows
-        moved = self._slots is not None and self._slots.moved(layer)
         whole = rows[0] == 0 and rows[-1] == len(rows) - 1
-        return len(rows) > 1 and (moved or not whole)
+        return len(rows) > 1 and (self._moved(layer) or not whole)
 
     def places(self, layer: int) -> tuple[Tensor, Tensor | None] | None:
         """The rows [r] int32, and the slots of all that stands before them if not in order.
 
         `None` where rows see something else than what stands before them.
         """
-        moved = self._slots is not None and self._slots.moved(layer)
-        return self._index, self._whereabouts if moved else None
+        return self._index, self._whereabouts if self._moved(layer) else None
+
+    def _moved(self, layer: int) -> bool:
+        return self._slots is not None and self._slots.moved(layer)
 
     @cached_property
     def _index(self) -> Tensor:

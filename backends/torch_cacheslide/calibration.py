@@ -31,6 +31,8 @@ from torch_cacheslide.canonical import CopeModel
 from torch_cacheslide.engine import Job
 from torch_cacheslide.runtime import Runtime
 
+ROW_BLOCK = 1024
+"""Query rows whose gates towards an update are held at once."""
 See = Callable[[int, Tensor, Tensor], None]
 """Layer, queries [heads, n, head_dim], keys [kv_heads, n, head_dim]."""
 
@@ -113,8 +115,9 @@ def gate_mass(query: Tensor, key: Tensor) -> Tensor:
     wide = torch.promote_types(query.dtype, torch.float32)
     heads, rows, head_dim = query.shape
     grouped = query.to(wide).reshape(len(key), -1, head_dim) * head_dim**-0.5
-    gates = torch.sigmoid(grouped @ key.to(wide).transpose(1, 2))
-    return gates.sum(-1).view(heads, rows)
+    keys = key.to(wide).transpose(1, 2)
+    masses = [torch.sigmoid(part @ keys).sum(-1) for part in grouped.split(ROW_BLOCK, dim=1)]
+    return torch.cat(masses, dim=1).view(heads, rows)
 
 
 @contextmanager

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from cacheslide_agents.training.convert import Report
     from cacheslide_agents.training.evaluate import HeldOut
 
+STEPS_A_LINE = 20
+"""Where no bar can be drawn, a line is printed this often."""
+
 
 def train(
     text: Annotated[list[Path], typer.Option(help="JSONL with a `text` field; may repeat.")],
@@ -112,6 +115,8 @@ def _progress(total: int) -> Iterator[Callable[[Report], None]]:
             bar.update(
                 row, completed=report.tokens, description=label, speed=f"{speed:.0f} tokens/s"
             )
+            if not console.is_terminal and report.step % STEPS_A_LINE == 0:
+                console.print(f"{label}, {speed:.0f} tokens/s")
 
         yield update
 
