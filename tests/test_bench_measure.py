@@ -86,6 +86,22 @@ def test_every_row_has_a_namespace_of_its_own_that_all_its_requests_share(
     assert first != second
 
 
+def test_policies_that_use_a_ccpe_profile_find_contexts_made_under_it_and_others_do_not(
+    backend: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("calibrate", "add_profile"):
+        monkeypatch.setattr(backend, name, lambda *_: None, raising=False)
+    monkeypatch.setattr(backend, "profiled", frozenset({"memgpt"}), raising=False)
+    measured(backend)
+    assert backend.asked("warm") == ["cacheslide_paper", "prefix", "epic"]
+    namespaces = {
+        getattr(request.policy, "name", ""): request.namespace for _, request in backend.calls
+    }
+    assert namespaces["cacheslide"] == namespaces["cacheslide_paper"]
+    assert namespaces["recompute"] == namespaces["prefix"] == namespaces["epic"]
+    assert namespaces["cacheslide"] != namespaces["prefix"]
+
+
 def test_measured_turns_never_become_a_cached_context(backend: ScriptedBackend) -> None:
     measured(backend)
     requests = [request for kind, request in backend.calls if kind != "warm"]

@@ -185,6 +185,11 @@ class TorchBackend:
                 seen(number)
         return calibration.profile()
 
+    @property
+    def profiled(self) -> frozenset[str]:
+        """Tasks that have a profile."""
+        return self._profiles.tasks
+
     def add_profile(self, profile: Profile) -> None:
         """Use `profile` for its task from now on. `ModelLoadError` if it is another model's."""
         self._profiles.add(profile)

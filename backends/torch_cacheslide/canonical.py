@@ -68,6 +68,10 @@ class Profiles:
             )
         return self._model
 
+    @property
+    def tasks(self) -> frozenset[str]:
+        return frozenset(self._of)
+
     def add(self, profile: Profile) -> None:
         """Use `profile` from now on. `ModelLoadError` if it is another model's."""
         model = self.model

@@ -19,26 +19,38 @@ from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
 from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies.base import Policy, Population
+from cacheslide_agents.position.profile import Calibrates
 
 REFERENCE = "recompute"
 """Label of the dense run, which every measurement needs."""
 Encode = Callable[[ChunkedPrompt], EncodedPrompt]
 Policies = Mapping[str, Policy]
+Kind = tuple[Population, bool]
+"""How a context was made, and whether at canonical positions (CCPE)."""
 
 
 @dataclass(frozen=True)
 class Populated:
-    """A turn whose previous prompt is cached in a namespace of its own.
+    """A turn whose previous prompt is cached in namespaces of its own.
 
-    `seconds` and `bytes_written` are what each kind of population took.
+    `seconds` and `bytes_written` are what each kind of population took. `canonical`: the backend
+    has a CCPE profile of the task, which makes other contexts for policies that use it.
     """
 
     turn: Turn
     namespace: str
     previous: EncodedPrompt
     prompt: EncodedPrompt
-    seconds: Mapping[Population, float]
-    bytes_written: Mapping[Population, int]
+    seconds: Mapping[Kind, float]
+    bytes_written: Mapping[Kind, int]
+    canonical: bool = False
+
+    def kind(self, policy: Policy) -> Kind:
+        return policy.population, self.canonical and policy.ccpe
+
+    def within(self, policy: Policy) -> str:
+        """The namespace that holds what `policy` reuses."""
+        return f"{self.namespace}-ccpe" if self.kind(policy)[1] else self.namespace
 
     @property
     def first_change(self) -> int:
@@ -75,19 +87,21 @@ class Bench:
 
     def populate(self, turn: Turn, policies: Policies) -> Populated:
         """Cache turn t-1 once per kind of population that `policies` need."""
+        previous, prompt = self.encode(turn.populate), self.encode(turn.measure)
+        seconds: dict[Kind, float] = {}
+        written: dict[Kind, int] = {}
+        canonical = isinstance(self.backend, Calibrates) and previous.task in self.backend.profiled
         namespace = f"bench-{uuid4().hex}"
-        previous = self.encode(turn.populate)
-        seconds: dict[Population, float] = {}
-        written: dict[Population, int] = {}
+        populated = Populated(turn, namespace, previous, prompt, seconds, written, canonical)
         # residual checkpoints are stored only under a gate, and do not harm who needs none
         for policy in sorted(policies.values(), key=lambda policy: policy.gate is None):
-            if policy.population not in (Population.NONE, *seconds):
+            kind = populated.kind(policy)
+            if policy.population is not Population.NONE and kind not in seconds:
                 before, begin = self._bytes_written(), perf_counter()
-                self.backend.warm(_request(previous, namespace, policy, retain=True))
-                seconds[policy.population] = perf_counter() - begin
-                written[policy.population] = self._bytes_written() - before
-        prompt = self.encode(turn.measure)
-        return Populated(turn, namespace, previous, prompt, seconds, written)
+                self.backend.warm(_request(previous, populated.within(policy), policy, retain=True))
+                seconds[kind] = perf_counter() - begin
+                written[kind] = self._bytes_written() - before
+        return populated
 
     def warm_up(self, populated: Populated, policies: Policies) -> None:
         """Answer once under every policy, so that no later time holds what happens only once."""
@@ -135,7 +149,7 @@ class Bench:
         begin = perf_counter()
         prompt = self.encode(populated.turn.measure)
         for chunk in self.backend.generate(
-            _request(prompt, populated.namespace, policy, max_tokens=max_tokens)
+            _request(prompt, populated.within(policy), policy, max_tokens=max_tokens)
         ):
             if seconds is None and chunk.token_ids:
                 seconds = perf_counter() - begin
@@ -158,12 +172,14 @@ class Bench:
         begin = perf_counter()
         prompt = self.encode(populated.turn.measure)
         encoded = perf_counter() - begin
-        scores = self.backend.score(_request(prompt, populated.namespace, policy), continuation)
+        scores = self.backend.score(
+            _request(prompt, populated.within(policy), policy), continuation
+        )
         seconds, bytes_written = encoded + scores.receipt.ttft_s, self._bytes_written() - written
         return Timed(seconds, tuple(continuation), "", scores.receipt, bytes_written), scores
 
     def _score(self, populated: Populated, policy: Policy, continuation: Sequence[int]) -> Scores:
-        request = _request(populated.prompt, populated.namespace, policy)
+        request = _request(populated.prompt, populated.within(policy), policy)
         return self.backend.score(request, continuation)
 
     def _bytes_written(self) -> int:
@@ -191,7 +207,7 @@ class Bench:
             reused_tokens=0 if fallen else receipt.reused_tokens,
             active_tokens=receipt.active_tokens,
             compute_fraction=receipt.compute_fraction,
-            populate_s=populated.seconds.get(policy.population, 0.0),
+            populate_s=populated.seconds.get(populated.kind(policy), 0.0),
             ttft_s=median(one.seconds for one in timed),
             kl=kl_divergence(dense.logprobs, scores.logprobs),
             top1=top1_agreement(dense.logprobs, scores.logprobs),
@@ -201,7 +217,7 @@ class Bench:
             outcome=receipt.outcome,
             reason=receipt.reason,
             bytes_written=timed[0].bytes_written
-            + populated.bytes_written.get(policy.population, 0),
+            + populated.bytes_written.get(populated.kind(policy), 0),
             peak_kv_bytes=receipt.peak_kv_bytes,
         )
 

@@ -159,7 +159,10 @@ class Profile:
 
 @runtime_checkable
 class Calibrates(Protocol):
-    """A backend that learns profiles and uses them."""
+    """A backend that learns profiles and uses them. `profiled`: the tasks it has profiles of."""
+
+    @property
+    def profiled(self) -> frozenset[str]: ...
 
     def calibrate(
         self, prompts: Iterable[EncodedPrompt], seen: Callable[[int], None] | None = None

@@ -111,7 +111,7 @@ def _request(populated: Populated, policy: Policy) -> GenerationRequest:
     return GenerationRequest(
         prompt_ids=prompt.ids,
         spans=prompt.spans,
-        namespace=populated.namespace,
+        namespace=populated.within(policy),
         task=prompt.task,
         policy=policy,
         retain=False,
