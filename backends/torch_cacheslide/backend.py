@@ -120,10 +120,9 @@ class TorchBackend:
         cost = CostModel.from_config(config)
         self.position = rotary = position_of(config)
         if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
-            raise RequestError(
-                "decoupling='slots' puts keys out of their order, which CoPE counts; use 'late'"
-            )
+            raise RequestError("decoupling='slots' is not for CoPE, which counts keys; use 'late'")
         self._profiles = Profiles(CopeModel.of(loaded), loaded.model_id, profiles)
+        self.profiled = self._profiles.tasks
         self._storage = Storage(store, store_bytes, store_path, disk_bytes)
         self.store = self._storage.store
         self._runtime = Runtime(
@@ -184,11 +183,6 @@ class TorchBackend:
             if seen is not None:
                 seen(number)
         return calibration.profile()
-
-    @property
-    def profiled(self) -> frozenset[str]:
-        """Tasks that have a profile."""
-        return self._profiles.tasks
 
     def add_profile(self, profile: Profile) -> None:
         """Use `profile` for its task from now on. `ModelLoadError` if it is another model's."""

@@ -46,12 +46,14 @@ class CopeModel:
 
 
 class Profiles:
-    """Profiles by task. Used by the backend's worker thread; `add` may be called from any."""
+    """Profiles by task; `tasks` follows what is added. Used by the backend's worker thread; `add`
+    may be called from any."""
 
     def __init__(self, model: CopeModel | None, model_id: str, paths: ProfilePaths = ()) -> None:
         """Raises as `add` does, and `DataError` for a path that holds no profile."""
         self._model, self._model_id = model, model_id
         self._of: dict[str, Profile] = {}
+        self.tasks = self._of.keys()
         for path in _files(paths):
             profile = Profile.read(path)
             if profile.task in self._of:
@@ -67,10 +69,6 @@ class Profiles:
                 "not; convert it with `cacheslide train`, or leave the profiles out"
             )
         return self._model
-
-    @property
-    def tasks(self) -> frozenset[str]:
-        return frozenset(self._of)
 
     def add(self, profile: Profile) -> None:
         """Use `profile` from now on. `ModelLoadError` if it is another model's."""

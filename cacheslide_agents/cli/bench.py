@@ -21,7 +21,7 @@ from cacheslide_agents.errors import RequestError
 
 
 def bench(
-    data: Annotated[Path, typer.Option(help="Folder with hotpotqa/, msc/ and swe_agent/.")],
+    data: Annotated[Path, typer.Option(help="Folder with hotpotqa/, msc/, swe_agent/, text/.")],
     task: Annotated[
         str | None, typer.Option(help="reflexion, memgpt, swe_agent or append.")
     ] = None,

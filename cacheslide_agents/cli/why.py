@@ -35,7 +35,7 @@ def why(
     min_run: Annotated[int, typer.Option(min=1, help="Fewest tokens worth reusing.")] = 16,
     as_json: options.Json = False,
 ) -> None:
-    """Explain why prompt B cannot be reused from prompt A.
+    """Explain what of prompt A prompt B shares, what a prefix cache loses, and what to move.
 
     A and B are files: a rendered prompt as text, a list of messages or a logged request as JSON, or
     line N of a log of requests, `log.jsonl:N`. With --template they are files of values. Without

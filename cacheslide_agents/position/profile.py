@@ -11,7 +11,7 @@ matrix of positions; here it is one number per layer, head, chunk and update: do
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -162,7 +162,7 @@ class Calibrates(Protocol):
     """A backend that learns profiles and uses them. `profiled`: the tasks it has profiles of."""
 
     @property
-    def profiled(self) -> frozenset[str]: ...
+    def profiled(self) -> Collection[str]: ...
 
     def calibrate(
         self, prompts: Iterable[EncodedPrompt], seen: Callable[[int], None] | None = None

@@ -127,7 +127,7 @@ class PromptTemplate:
             if name == self.path or name.endswith(SUFFIX):
                 path, line = name, number
         if isinstance(error, jinja2.UndefinedError):
-            message = f"{error.message}; pass it to render()"
+            message = f"{error.message}; give the template a value for it"
         elif isinstance(error, jinja2.TemplateNotFound):
             message = f"cannot find the template {error.name!r}"
         else:
