@@ -58,6 +58,12 @@ def test_the_deltas_of_any_ids_are_the_decoded_text(tokenizer: Any, data: st.Dat
     assert "".join(streamed(TextStream(tokenizer), ids)) == decoded(tokenizer, ids)
 
 
+def test_an_end_token_that_was_added_as_a_plain_one_is_text(tokenizers: Tokenizers) -> None:
+    tokenizer = tokenizers("phi3")
+    (end,) = tokenizer.convert_tokens_to_ids(["<|end|>"])
+    assert "".join(streamed(TextStream(tokenizer), [end])) == decoded(tokenizer, [end]) == "<|end|>"
+
+
 @PROPERTY
 @given(text=st.text(alphabet=st.sampled_from(WORDS), max_size=80))
 def test_the_deltas_of_encoded_text_are_the_decoded_text(tokenizer: Any, text: str) -> None:

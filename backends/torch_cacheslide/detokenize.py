@@ -114,10 +114,13 @@ class WindowDetokenizer:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """What `skip_special_tokens` skips: every added token marked special, named or not."""
+    """What `skip_special_tokens` skips: every added token marked special, named or not.
+
+    A token that is named (as the end, say) but was added as a plain one is text.
+    """
     added: dict[int, Any] = tokenizer.added_tokens_decoder
     marked = (token_id for token_id, token in added.items() if token.special)
-    return frozenset((*marked, *tokenizer.all_special_ids))
+    return frozenset((*marked, *(each for each in tokenizer.all_special_ids if each not in added)))
 
 
 def _byte_letters() -> dict[str, int]:
