@@ -26,6 +26,7 @@ from cacheslide_agents.position.kernels import Tiling
 from torch_cacheslide import TorchBackend, fused
 from torch_cacheslide.attention import (
     ATTENTION_NAME,
+    FUSED_ATTENTION_NAME,
     Layouts,
     attend,
     attention_pairs,
@@ -106,7 +107,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TorchBacke
 
     def attention_for(_: str, kernels: bool) -> str:
         plain = fused.attention_for("cpu", kernels)
-        return fused.FUSED_ATTENTION_NAME if kernels else plain
+        return FUSED_ATTENTION_NAME if kernels else plain
 
     monkeypatch.setattr("torch_cacheslide.backend.attention_for", attention_for)
 
@@ -212,7 +213,7 @@ def test_the_switch_and_the_device_decide() -> None:
     assert fused.attention_for("cpu", True) == ATTENTION_NAME
     assert fused.attention_for("cuda", False) == ATTENTION_NAME
     if find_spec("triton") is not None:
-        assert fused.attention_for("cuda:1", True) == fused.FUSED_ATTENTION_NAME
+        assert fused.attention_for("cuda:1", True) == FUSED_ATTENTION_NAME
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from torch_cacheslide.binding import BaseTensor, check_base
 from torch_cacheslide.cope import cope_from_llama
 from torch_cacheslide.derived import derived
 from torch_cacheslide.fingerprint import file_digest
+from torch_cacheslide.pretrained import DTYPES, read_pretrained
 from torch_cacheslide.quiet import quiet
 
 WEIGHTS, CARD = "cope.safetensors", "cope.json"
 FORMAT = 1
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def is_adapter(folder: Path) -> bool:
@@ -60,7 +60,7 @@ class Adapter:
                 for name, each in card["bound"].items()
             }
             base, npos = str(card["base"]), int(card["recipe"]["npos"])
-            dtype = _DTYPES[card["dtype"]]
+            dtype = DTYPES[card["dtype"]]
         except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ModelLoadError(
                 f"{folder / CARD} is not the card of a conversion: {error}"
@@ -107,17 +107,9 @@ def merged(adapter: Adapter, base: Path, models: Path) -> Path:
 
 
 def _merge(adapter: Adapter, base: Path, folder: Path) -> None:
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(
-                base, dtype=adapter.dtype, local_files_only=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(base, local_files_only=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ModelLoadError(
-            f"{base}, the base model of the adapter {adapter.folder}, cannot be loaded ({reason})"
-        ) from error
+    trouble = f"the base model of the adapter {adapter.folder} cannot be loaded"
+    model = read_pretrained(AutoModelForCausalLM, base, trouble, dtype=adapter.dtype)
+    tokenizer = read_pretrained(AutoTokenizer, base, trouble)
     merged = adapter.applied(model)
     with quiet():
         merged.save_pretrained(folder)

@@ -23,6 +23,7 @@ from cacheslide_agents.position.contextual import CanonicalMass, contextual_atte
 from cacheslide_agents.position.profile import CanonicalRows
 
 ATTENTION_NAME = "cacheslide"
+FUSED_ATTENTION_NAME = "cacheslide_fused"
 UNIT_ROWS, BLOCK_ROWS = 32, 256
 """Rows the kernels like to see together: at least, and at most."""
 TOLERATED_WASTE = 0.125

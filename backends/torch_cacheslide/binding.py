@@ -38,10 +38,10 @@ class BaseTensor:
         return cls(digest, tuple(flat[places].float().tolist()))
 
     def resembles(self, other: BaseTensor) -> bool:
-        pairs = zip(self.values, other.values, strict=False)
-        return len(self.values) == len(other.values) and all(
-            abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in pairs
-        )
+        if len(self.values) != len(other.values):
+            return False
+        pairs = zip(self.values, other.values, strict=True)
+        return all(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in pairs)
 
 
 def bind(model: Any) -> dict[str, BaseTensor]:

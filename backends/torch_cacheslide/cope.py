@@ -23,9 +23,10 @@ from transformers.masking_utils import sdpa_mask
 
 from cacheslide_agents.errors import UnsupportedModelError
 from cacheslide_agents.position.contextual import contextual_attention
+from torch_cacheslide.attention import ATTENTION_NAME, FUSED_ATTENTION_NAME
 
 COPE_ATTENTION = "cope"
-_ATTENTIONS = (COPE_ATTENTION, "cacheslide", "cacheslide_fused")
+_ATTENTIONS = (COPE_ATTENTION, ATTENTION_NAME, FUSED_ATTENTION_NAME)
 
 
 @strict

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,9 +19,14 @@ from transformers import AttentionInterface
 
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
 from cacheslide_agents.position.kernels import Tiling, covers, fused_attention, has_triton
-from torch_cacheslide.attention import ATTENTION_NAME, Layouts, attend, register_attention
+from torch_cacheslide.attention import (
+    ATTENTION_NAME,
+    FUSED_ATTENTION_NAME,
+    Layouts,
+    attend,
+    register_attention,
+)
 
-FUSED_ATTENTION_NAME = "cacheslide_fused"
 PROBE_KEYS = 300
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
 """Largest difference from float64 that a trusted kernel has on numbers of size 1."""
@@ -120,15 +125,23 @@ def _probe(kind: Kind) -> float:
     query, key = normal(groups, len(rows), head_dim), normal(1, PROBE_KEYS, head_dim)
     value, scale = normal(1, PROBE_KEYS, head_dim), head_dim**-0.5
     embedding = normal(groups, kind.positions, head_dim) * 0.1 if kind.positions else None
-    mass = CanonicalMass(first - 40, first, first, PROBE_KEYS, torch.full((groups,), 5.0))
-    masses = (replace(mass, mass=mass.mass.to(kind.device)),) if kind.massed else ()
-    slots = torch.randperm(PROBE_KEYS, generator=generator).to(kind.device)
-    options: dict[str, Any] = {"masses": masses, "tiling": kind.tiling, "embedding": embedding}
-    if kind.slotted:
-        found = fused_attention(query, key, value, rows, scale=scale, slots=slots, **options)
+    five = torch.full((groups,), 5.0, device=kind.device)
+    masses = [CanonicalMass(first - 40, first, first, PROBE_KEYS, five)] if kind.massed else []
+    order = torch.randperm(PROBE_KEYS, generator=generator).to(kind.device)
+    slots = order if kind.slotted else None
+    found = fused_attention(
+        query,
+        key,
+        value,
+        rows,
+        scale=scale,
+        embedding=embedding,
+        slots=slots,
+        masses=masses,
+        tiling=kind.tiling,
+    )
+    if slots is not None:
         key, value = key[:, slots], value[:, slots]
-    else:
-        found = fused_attention(query, key, value, rows, scale=scale, **options)
     # Without contextual positions every key stands at the same one, which softmax does not see.
     table = query.new_zeros(groups, 1, head_dim) if embedding is None else embedding
     query, key, value, table = (each.double() for each in (query, key, value, table))

@@ -27,14 +27,8 @@ from torch_cacheslide.checkpoint import read_config, tensor_entries
 from torch_cacheslide.cope import register_cope
 from torch_cacheslide.fingerprint import fingerprint
 from torch_cacheslide.locate import locate
-from torch_cacheslide.quiet import quiet
+from torch_cacheslide.pretrained import DTYPES, read_pretrained
 
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 _NAMES_SHOWN = 3
 
@@ -71,7 +65,7 @@ def load_model(
     raw_config = read_config(folder)
     check_model_type(raw_config, folder)
     register_cope()
-    config = _read(AutoConfig, folder, "config.json cannot be used")
+    config = read_pretrained(AutoConfig, folder, "config.json cannot be used")
     check_layers(config, folder)
     tensor_entries(folder)
     tokenizer = _load_tokenizer(folder, config.vocab_size)
@@ -106,23 +100,13 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return precision
 
 
-def _read(auto_class: Any, folder: Path, trouble: str, **options: Any) -> Any:
-    """`auto_class.from_pretrained(folder)`, silent, offline, its errors made ours."""
-    try:
-        with quiet():
-            return auto_class.from_pretrained(folder, local_files_only=True, **options)
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ModelLoadError(f"{folder}: {trouble} ({reason})") from error
-
-
 def _load_tokenizer(folder: Path, vocabulary: int) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelLoadError(
             f"{folder} has no tokenizer ({' or '.join(_TOKENIZER_FILES)}); copy the files that "
             "came with the model, or write them with tokenizer.save_pretrained"
         )
-    tokenizer: PreTrainedTokenizerBase = _read(
+    tokenizer: PreTrainedTokenizerBase = read_pretrained(
         AutoTokenizer, folder, "its tokenizer cannot be read; copy the model's own files again"
     )
     # A padding or unknown token that its class added on top is never in a prompt: not asked for.
@@ -140,7 +124,7 @@ def _load_weights(
     folder: Path, config: Any, device: torch.device, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
     direct = device.type != "cpu" and find_spec("accelerate") is not None  # not by way of the host
-    model, report = _read(
+    model, report = read_pretrained(
         AutoModelForCausalLM,
         folder,
         "its weights cannot be loaded",
