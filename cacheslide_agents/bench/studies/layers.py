@@ -15,10 +15,8 @@ positions; layer 0, whose keys do not depend on the context, has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -27,18 +25,16 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.backend import Backend
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
-from cacheslide_agents.bench.studies.kept_keys import ck_sim, converted, kept_keys
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.runner import Progress, silent
+from cacheslide_agents.bench.studies.curves import Figure, draw, turn_pairs
+from cacheslide_agents.bench.studies.kept_keys import ck_sim, kept_keys
 from cacheslide_agents.chunks import EncodedPrompt, Run
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.prompt.align import align
-from cacheslide_agents.prompt.chat import ChatEncoder
 
 TOP = 0.26
 """Share of the reused tokens that the paper's WCA corrects."""
 MIN_RUN = 16
-Figures = dict[str, dict[int, list[float]]]
 
 
 def run(
@@ -55,33 +51,20 @@ def run(
 ) -> dict[str, Any]:
     """`limit` turns of `task`; with `cope_model` also on the converted model."""
     started = perf_counter()
-    encode = ChatEncoder(backend.tokenizer).encode
-    limits = token_limits(backend, encode, max_prompt_tokens)
-    turns = load_turns(task, data, limits, limit=limit, seed=seed)
-    pairs = [(encode(turn.populate), encode(turn.measure)) for turn in turns]
-    figures: Figures = {}
-    models = [backend.model_id]
-
-    def study() -> dict[str, Any]:
-        return _study(models, figures, perf_counter() - started)
-
-    with ExitStack() as stack:
-        measured = [("", backend)]
-        if cope_model is not None:
-            measured.append(("CoPE: ", stack.enter_context(converted(backend, cope_model))))
-            models.append(measured[-1][1].model_id)
-        for name, model in measured:
-            for number, (old, new) in enumerate(pairs, start=1):
-                for curve, layer, value in _turn(model, old, new):
-                    figures.setdefault(name + curve, {}).setdefault(layer, []).append(value)
-                save(study())
-                progress(number, len(pairs), f"{model.model_id}: turn {number}")
-    return study()
+    return draw(
+        backend,
+        cope_model,
+        turn_pairs(backend, data, task, limit, seed, max_prompt_tokens),
+        _turn,
+        started=started,
+        x="layer",
+        y="similarity",
+        save=save,
+        progress=progress,
+    )
 
 
-def _turn(
-    backend: Backend, old: EncodedPrompt, new: EncodedPrompt
-) -> Iterable[tuple[str, int, float]]:
+def _turn(backend: Backend, old: EncodedPrompt, new: EncodedPrompt) -> Iterable[Figure]:
     """(curve, layer, value) of one turn."""
     runs = moved_runs(old, new)
     cached = kept_keys(backend, old, [(run.cached_start, run.cached_stop) for run in runs])
@@ -106,7 +89,7 @@ def deviation(cached: Tensor, dense: Tensor) -> Tensor:
     return (dense - cached).double().square().sum(dim=(0, 2))
 
 
-def layer_curves(deviations: Sequence[Tensor]) -> Iterable[tuple[str, int, float]]:
+def layer_curves(deviations: Sequence[Tensor]) -> Iterable[Figure]:
     """Of deviations [tokens] of every layer, in order; layer 0 is left out."""
     behind = list(enumerate(deviations))[1:]
     chosen = {layer: _top(found) for layer, found in behind}
@@ -131,16 +114,3 @@ def _shared(one: set[int], other: set[int]) -> float:
 def _ranks(found: Tensor) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Place of each token by its deviation; ties in order."""
     return np.argsort(np.argsort(found.numpy(), kind="stable"), kind="stable")
-
-
-def _study(models: Sequence[str], figures: Figures, seconds: float) -> dict[str, Any]:
-    return {
-        "models": list(models),
-        "x": "layer",
-        "y": "similarity",
-        "seconds": round(seconds, 1),
-        "curves": {
-            name: [[layer, fmean(found)] for layer, found in curve.items()]
-            for name, curve in figures.items()
-        },
-    }

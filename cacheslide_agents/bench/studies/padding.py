@@ -13,28 +13,24 @@ against how many filler tokens stand in the update's window besides its longest 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling, Scores
 from cacheslide_agents.bench.metrics import kl_divergence
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
-from cacheslide_agents.bench.studies.kept_keys import converted
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.runner import Progress, silent
+from cacheslide_agents.bench.studies.curves import Figure, draw, turn_pairs
 from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.policies import CacheSlide, Policy, Recompute
-from cacheslide_agents.prompt.chat import ChatEncoder
 
 FILLERS = (0, 128, 512)
 KL_TOKENS = 8
 AS_IT_STANDS = CacheSlide(selector=None, may_decline=False)
-Figures = dict[str, dict[int, list[float]]]
 
 
 def run(
@@ -52,34 +48,23 @@ def run(
 ) -> dict[str, Any]:
     """`limit` turns of `task`; with `cope_model` also on the converted model."""
     started = perf_counter()
-    encode = ChatEncoder(backend.tokenizer).encode
     room = min(max_prompt_tokens, backend.max_model_len) - max(fillers)
-    limits = token_limits(backend, encode, room)
-    turns = load_turns(task, data, limits, limit=limit, seed=seed)
-    pairs = [(encode(turn.populate), encode(turn.measure)) for turn in turns]
-    figures: Figures = {}
-    models = [backend.model_id]
-
-    def study() -> dict[str, Any]:
-        return _study(models, figures, perf_counter() - started)
-
-    with ExitStack() as stack:
-        measured = [("", backend)]
-        if cope_model is not None:
-            measured.append(("CoPE: ", stack.enter_context(converted(backend, cope_model))))
-            models.append(measured[-1][1].model_id)
-        for name, model in measured:
-            for number, (old, new) in enumerate(pairs, start=1):
-                for curve, filler, kl in _turn(model, old, new, fillers):
-                    figures.setdefault(name + curve, {}).setdefault(filler, []).append(kl)
-                save(study())
-                progress(number, len(pairs), f"{model.model_id}: turn {number}")
-    return study()
+    return draw(
+        backend,
+        cope_model,
+        turn_pairs(backend, data, task, limit, seed, room),
+        partial(_turn, fillers),
+        started=started,
+        x="filler tokens in the window besides the longest update",
+        y="mean KL to dense",
+        save=save,
+        progress=progress,
+    )
 
 
 def _turn(
-    backend: Backend, old: EncodedPrompt, new: EncodedPrompt, fillers: Iterable[int]
-) -> Iterable[tuple[str, int, float]]:
+    fillers: Sequence[int], backend: Backend, old: EncodedPrompt, new: EncodedPrompt
+) -> Iterable[Figure]:
     """(curve, filler, KL) of one turn."""
     forced = _greedy(backend, new)
     dense = _scores(backend, new, Recompute(), forced)
@@ -158,16 +143,3 @@ def _request(prompt: EncodedPrompt, policy: Policy, namespace: str) -> Generatio
         policy=policy,
         retain=False,
     )
-
-
-def _study(models: Sequence[str], figures: Figures, seconds: float) -> dict[str, Any]:
-    return {
-        "models": list(models),
-        "x": "filler tokens in the window besides the longest update",
-        "y": "mean KL to dense",
-        "seconds": round(seconds, 1),
-        "curves": {
-            name: [[filler, fmean(found)] for filler, found in curve.items()]
-            for name, curve in figures.items()
-        },
-    }

@@ -26,6 +26,7 @@ from torch import Tensor
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.datasets import texts
 from cacheslide_agents.bench.runner import Progress, silent
+from cacheslide_agents.bench.studies.curves import Curves
 from cacheslide_agents.bench.studies.kept_keys import ck_sim, converted, kept_keys
 from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.errors import BackendError, DataError
@@ -39,9 +40,6 @@ HEAD, UPDATE, CHUNK = 32, 64, 128
 """Tokens of the three parts where nothing is shifted yet."""
 CALIBRATED = 4
 """Passages that the profile is learnt from, at shifts spread evenly over the range."""
-
-
-Figures = dict[str, dict[int, list[float]]]
 
 
 @runtime_checkable
@@ -101,20 +99,26 @@ def run(
     if not shifts:
         raise DataError(f"a passage takes {fixed} tokens, more than the {longest} allowed")
     name = cope_model or f"{backend.model_id}-cope"
-    figures: Figures = {}
     with converted(backend, name) as cope:
+        curves = Curves(
+            started,
+            "shift, tokens",
+            "CKSim of cached with dense keys",
+            model=backend.model_id,
+            cope_model=cope.model_id,
+        )
         found = _passages(backend, data, CALIBRATED + limit, fixed + shifts[-1], seed)
         measured, others = found[:limit], found[limit:]
         for number, passage in enumerate(measured, start=1):
-            _rope(backend, backend.position, passage, shifts, figures)
-            save(_study(backend, cope, figures, started))
+            _rope(backend, backend.position, passage, shifts, curves)
+            save(curves.to_dict())
             progress(number, 2 * limit, f"{backend.model_id}: passage {number}")
         _calibrate(cope, others, shifts)
         for number, passage in enumerate(measured, start=1):
-            _cope(cope, passage, shifts, figures)
-            save(_study(backend, cope, figures, started))
+            _cope(cope, passage, shifts, curves)
+            save(curves.to_dict())
             progress(limit + number, 2 * limit, f"{cope.model_id}: passage {number}")
-        return _study(backend, cope, figures, started)
+        return curves.to_dict()
 
 
 def _rope(
@@ -122,29 +126,29 @@ def _rope(
     position: Position,
     passage: Passage,
     shifts: Sequence[int],
-    figures: Figures,
+    curves: Curves,
 ) -> None:
     cached = passage.keys(backend, 0)
     then = _turned(position, cached, 0)
     for shift in shifts:
         dense = passage.keys(backend, shift)
         now = _turned(position, dense, shift)
-        _note(figures, "RoPE unrealigned", shift, then, now)
-        _note(figures, "RoPE realigned", shift, _turned(position, cached, shift), now)
+        _note(curves, "RoPE unrealigned", shift, then, now)
+        _note(curves, "RoPE realigned", shift, _turned(position, cached, shift), now)
 
 
 def _cope(
     cope: Backend,
     passage: Passage,
     shifts: Sequence[int],
-    figures: Figures,
+    curves: Curves,
 ) -> None:
     cached = passage.keys(cope, 0)
     canonical = passage.keys(cope, 0, CacheSlide())
     for shift in shifts:
         dense = passage.keys(cope, shift)
-        _note(figures, "CoPE", shift, cached, dense)
-        _note(figures, "CCPE", shift, canonical, dense)
+        _note(curves, "CoPE", shift, cached, dense)
+        _note(curves, "CCPE", shift, canonical, dense)
 
 
 def _calibrate(cope: Backend, passages: Sequence[Passage], shifts: Sequence[int]) -> None:
@@ -162,14 +166,14 @@ def _turned(position: Position, layers: Sequence[Tensor], shift: int) -> list[Te
 
 
 def _note(
-    figures: Figures,
+    curves: Curves,
     curve: str,
     shift: int,
     cached: Sequence[Tensor],
     dense: Sequence[Tensor],
 ) -> None:
     layers = [float(ck_sim(*pair).mean()) for pair in zip(cached, dense, strict=True)]
-    figures.setdefault(curve, {}).setdefault(shift, []).append(float(np.mean(layers)))
+    curves.note(curve, shift, float(np.mean(layers)))
 
 
 def _passages(backend: Backend, data: Path, count: int, length: int, seed: int) -> list[Passage]:
@@ -184,17 +188,3 @@ def _passages(backend: Backend, data: Path, count: int, length: int, seed: int) 
 def _tokens(backend: Backend, text: str) -> list[int]:
     found: list[int] = backend.tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
-
-
-def _study(backend: Backend, cope: Backend, figures: Figures, started: float) -> dict[str, Any]:
-    return {
-        "model": backend.model_id,
-        "cope_model": cope.model_id,
-        "x": "shift, tokens",
-        "y": "CKSim of cached with dense keys",
-        "seconds": round(perf_counter() - started, 1),
-        "curves": {
-            name: [[shift, float(np.mean(found))] for shift, found in curve.items()]
-            for name, curve in figures.items()
-        },
-    }
