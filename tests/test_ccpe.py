@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cacheslide_agents.backend import GenerationRequest, Receipt
 from cacheslide_agents.bench.metrics import kl_divergence
@@ -24,11 +24,12 @@ from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.errors import DataError, ModelLoadError, RequestError
 from cacheslide_agents.policies import CacheSlide, Prefix, Recompute
 from cacheslide_agents.policies.base import Policy
+from cacheslide_agents.position import contextual
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
 from cacheslide_agents.position.profile import CanonicalEntry, Profile, chunks_behind_updates
 from cacheslide_agents.selection import Boundary
 from torch_cacheslide import TorchBackend
-from torch_cacheslide.cope import cope_from_llama, register_cope
+from torch_cacheslide.cope import register_cope
 
 LAYERS, HEADS, NPOS = 2, 4, 16
 RANDOM = np.random.default_rng(11)
@@ -56,24 +57,11 @@ PROMPTS = [prompt(tokens(count, count)) for count in (20, 24, 28)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, support: Callable[[str], ModuleType]) -> Path:
-    folder = tmp_path_factory.mktemp("cope")
-    torch.manual_seed(4)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
+    sizes: dict[str, Any] = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    sizes |= {"max_position_embeddings": 256, "initializer_range": 0.3}
+    folder: Path = support("tiny_models").write_cope_model(
+        tmp_path_factory.mktemp("cope"), npos=NPOS, std=0.7, seed=4, **sizes
     )
-    base: Any = LlamaForCausalLM
-    model = cope_from_llama(base(config), npos=NPOS)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.cope_embedding, std=0.7)
-    model.save_pretrained(folder)
-    support("tiny_models").byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -300,45 +288,36 @@ def test_gates_that_are_all_shut_count_nothing_in_any_precision(dtype: torch.dty
     assert torch.equal(with_mass, without)
 
 
-def test_a_mass_at_the_last_position_leaves_rows_that_count_more_as_they_are() -> None:
-    generator = torch.Generator().manual_seed(0)
+def random_attention(seed: int, heads: int, keys: int) -> Callable[..., Tensor]:
+    """CoPE over random float64 numbers, by rows and canonical masses."""
+    generator = torch.Generator().manual_seed(seed)
     query, key, value = (
-        torch.randn(1, 80, 8, generator=generator, dtype=torch.float64) for _ in range(3)
+        torch.randn(heads, keys, 8, generator=generator, dtype=torch.float64) for _ in range(3)
     )
-    embedding = torch.randn(1, NPOS, 8, generator=generator, dtype=torch.float64)
-    rows = torch.arange(60, 80)
+    embedding = torch.randn(heads, NPOS, 8, generator=generator, dtype=torch.float64)
 
-    def attended(*masses: CanonicalMass) -> Tensor:
+    def attended(rows: Tensor, *masses: CanonicalMass) -> Tensor:
         return contextual_attention(
             query[:, rows], key, value, embedding, rows, scale=8**-0.5, masses=masses
         )
 
+    return attended
+
+
+def test_a_mass_at_the_last_position_leaves_rows_that_count_more_as_they_are() -> None:
+    attended, rows = random_attention(seed=0, heads=1, keys=80), torch.arange(60, 80)
     full = torch.tensor([NPOS - 1.0], dtype=torch.float64)
     many, few = CanonicalMass(0, 60, 60, 80, full), CanonicalMass(50, 58, 60, 80, full)
-    torch.testing.assert_close(attended(many), attended())
-    assert not torch.allclose(attended(few), attended())
+    torch.testing.assert_close(attended(rows, many), attended(rows))
+    assert not torch.allclose(attended(rows, few), attended(rows))
 
 
-def test_the_band_of_a_long_prompt_holds_whole_updates() -> None:
-    generator = torch.Generator().manual_seed(1)
-    query, key, value = (
-        torch.randn(2, 900, 8, generator=generator, dtype=torch.float64) for _ in range(3)
-    )
-    embedding = torch.randn(2, NPOS, 8, generator=generator, dtype=torch.float64)
-    rows = torch.arange(640, 900)
+def test_the_band_of_a_long_prompt_holds_whole_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    attended, rows = random_attention(seed=1, heads=2, keys=900), torch.arange(640, 900)
     mass = CanonicalMass(100, 620, 630, 800, torch.tensor([3.0, 9.0], dtype=torch.float64))
-
-    def attended(rows: Tensor) -> Tensor:
-        return contextual_attention(
-            query[:, rows], key, value, embedding, rows, scale=8**-0.5, masses=(mass,)
-        )
-
-    from cacheslide_agents.position import contextual
-
-    found = attended(rows)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contextual, "FIRST_BAND", 900)
-        torch.testing.assert_close(attended(rows), found)
+    found = attended(rows, mass)
+    monkeypatch.setattr(contextual, "FIRST_BAND", 900)
+    torch.testing.assert_close(attended(rows, mass), found)
 
 
 def test_a_profile_comes_back_from_its_file(tmp_path: Path, profile: Profile) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cacheslide_agents.backend import GenerationRequest, Sampling
 from cacheslide_agents.errors import RequestError, UnsupportedModelError
@@ -18,7 +18,7 @@ from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.selection import Boundary
 from torch_cacheslide import TorchBackend
-from torch_cacheslide.cope import cope_from_llama, register_cope
+from torch_cacheslide.cope import register_cope
 
 RANDOM = np.random.default_rng(5)
 HEAD, OLD, NEW, TAIL = (RANDOM.integers(3, 250, count).tolist() for count in (40, 30, 50, 300))
@@ -26,24 +26,11 @@ HEAD, OLD, NEW, TAIL = (RANDOM.integers(3, 250, count).tolist() for count in (40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, support: Callable[[str], ModuleType]) -> Path:
-    folder = tmp_path_factory.mktemp("cope")
-    torch.manual_seed(2)
-    config = LlamaConfig(
-        vocab_size=259,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.2,
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 6, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    folder: Path = support("tiny_models").write_cope_model(
+        tmp_path_factory.mktemp("cope"), npos=16, std=0.5, seed=2, **sizes
     )
-    base: Any = LlamaForCausalLM
-    model = cope_from_llama(base(config), npos=16)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.cope_embedding, std=0.5)
-    model.save_pretrained(folder)
-    support("tiny_models").byte_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -34,7 +34,7 @@ from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.profile import Profile
 from torch_cacheslide.calibration import Calibration
-from torch_cacheslide.canonical import CopeModel, ProfilePaths, Profiles
+from torch_cacheslide.canonical import ProfilePaths, Profiles
 from torch_cacheslide.engine import Engine, Job
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
@@ -121,7 +121,7 @@ class TorchBackend:
         self.position = rotary = position_of(config)
         if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
             raise RequestError("decoupling='slots' is not for CoPE, which counts keys; use 'late'")
-        self._profiles = Profiles(CopeModel.of(loaded), loaded.model_id, profiles)
+        self._profiles = Profiles(loaded, profiles)
         self.profiled = self._profiles.tasks
         self._storage = Storage(store, store_bytes, store_path, disk_bytes)
         self.store = self._storage.store

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 
@@ -35,11 +36,14 @@ class CopeModel:
     npos: int
 
     @classmethod
-    def of(cls, loaded: LoadedModel) -> CopeModel | None:
-        """`None` for a model whose positions are not contextual."""
+    def of(cls, loaded: LoadedModel) -> CopeModel:
+        """`RequestError` for a model whose positions are not contextual."""
         config = loaded.model.config
         if config.model_type != "cope_llama":
-            return None
+            raise RequestError(
+                f"CCPE is for models with contextual positions (CoPE), which {loaded.model_id} is "
+                "not; convert it with `cacheslide train`, or leave the profiles out"
+            )
         digest = fingerprint(loaded.path, torch.float32)
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         return cls(digest, int(layers), int(heads), int(config.cope_npos))
@@ -49,9 +53,9 @@ class Profiles:
     """Profiles by task; `tasks` follows what is added. Used by the backend's worker thread; `add`
     may be called from any."""
 
-    def __init__(self, model: CopeModel | None, model_id: str, paths: ProfilePaths = ()) -> None:
+    def __init__(self, loaded: LoadedModel, paths: ProfilePaths = ()) -> None:
         """Raises as `add` does, and `DataError` for a path that holds no profile."""
-        self._model, self._model_id = model, model_id
+        self._loaded = loaded
         self._of: dict[str, Profile] = {}
         self.tasks = self._of.keys()
         for path in _files(paths):
@@ -60,15 +64,10 @@ class Profiles:
                 raise DataError(f"{path}: another profile of task {profile.task!r} was given too")
             self.add(profile)
 
-    @property
+    @cached_property
     def model(self) -> CopeModel:
-        """`RequestError` for a model whose positions are not contextual."""
-        if self._model is None:
-            raise RequestError(
-                f"CCPE is for models with contextual positions (CoPE), which {self._model_id} is "
-                "not; convert it with `cacheslide train`, or leave the profiles out"
-            )
-        return self._model
+        """Looked at when the first profile comes: the digest reads weights. Raises as `of`."""
+        return CopeModel.of(self._loaded)
 
     def add(self, profile: Profile) -> None:
         """Use `profile` from now on. `ModelLoadError` if it is another model's."""

@@ -15,8 +15,10 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto import modeling_auto
+
+from torch_cacheslide.cope import cope_from_llama
 
 VOCABULARY = 259
 SPACE = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}"  # byte-level BPE's letter for a space
@@ -36,6 +38,18 @@ AutoModelForCausalLM: Any = modeling_auto.AutoModelForCausalLM
 def write_model(folder: Path, kind: Any = LlamaConfig, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(kind(**{**SIZES, **changes})).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_cope_model(folder: Path, *, npos: int, std: float, seed: int = 0, **changes: Any) -> Path:
+    """The same with contextual positions; their embeddings are normal with `std`."""
+    torch.manual_seed(seed)
+    base: Any = LlamaForCausalLM
+    model = cope_from_llama(base(LlamaConfig(**{**SIZES, **changes})), npos)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.cope_embedding, std=std)
+    model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 
