@@ -54,15 +54,25 @@ def main() -> int:
     started, patience = perf_counter(), PATIENCE if given.tiny else 1
     found: dict[str, Any] = {"schema": 1, "device": given.device, "tiny": given.tiny}
     found["sections"] = {}
+    save(given.out, found)  # where that cannot be done is said now, not after the first section
     for name in given.only or SECTIONS:
         left = BUDGET * patience - (perf_counter() - started)
         limit = min(SECTIONS[name].seconds * patience, left)
         found["sections"][name] = start_section(name, given, limit)
         found["seconds"] = round(perf_counter() - started, 1)
-        given.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{name}: {found['sections'][name]['status']}", flush=True)
+        save(given.out, found)
+        section = found["sections"][name]
+        print(f"{name}: {section['status']} {section.get('error', '')}".rstrip(), flush=True)
     trouble = [s for s in found["sections"].values() if s["status"] not in ("ok", "skipped")]
     return 1 if trouble else 0
+
+
+def save(out: Path, found: Mapping[str, Any]) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        sys.exit(f"error: --out {out} cannot be written ({error.strerror})")
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

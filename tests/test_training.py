@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -279,6 +279,7 @@ def test_a_base_that_cannot_be_read_and_an_adapter_of_itself_are_named(
     [
         ("cope.json", b'{"format": 2}', "is not the card of a conversion: format 2 is not 1"),
         ("cope.json", b"[]", "is not the card of a conversion"),
+        ("cope.json", b"[" * 100_000, "is not the card of a conversion"),
         ("cope.safetensors", b"torn", "cannot be read"),
     ],
 )
@@ -286,6 +287,73 @@ def test_a_damaged_adapter_is_named(trained: Path, file: str, content: bytes, me
     (trained / "adapter" / file).write_bytes(content)
     with pytest.raises(ModelLoadError, match=message):
         Adapter.read(trained / "adapter")
+
+
+@pytest.mark.parametrize("npos", [-1, 1, 10**30, 8.5, "8", None])
+def test_positions_that_cannot_be_are_refused(trained: Path, npos: object) -> None:
+    path = trained / "adapter" / "cope.json"
+    card = json.loads(path.read_text())
+    card["recipe"]["npos"] = npos
+    path.write_text(json.dumps(card))
+    with pytest.raises(ModelLoadError, match=r"npos .* is no whole number from 2 to"):
+        Adapter.read(trained / "adapter")
+
+
+QUERY, EMBEDDED = "model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.cope_embedding"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda tensors: tensors.clear(),
+        lambda tensors: tensors.pop(EMBEDDED),
+        lambda tensors: tensors.pop(f"{QUERY}.lora_A"),
+        lambda tensors: tensors.pop(f"{QUERY}.lora_B"),
+        lambda tensors: [tensors.pop(f"{QUERY}.lora_{each}") for each in "AB"],
+        lambda tensors: tensors.update({"model.norm.weight": torch.ones(32)}),
+        lambda tensors: tensors.update({f"{QUERY}.lora_C": torch.ones(2, 2)}),
+        lambda tensors: tensors.update({EMBEDDED: torch.ones(8, 8)}),
+        lambda tensors: tensors.update({EMBEDDED: torch.ones(1)}),
+        lambda tensors: tensors.update({EMBEDDED: torch.full((4, 8, 8), torch.nan)}),
+        lambda tensors: tensors.update({EMBEDDED: torch.ones(4, 8, 8, dtype=torch.int64)}),
+        lambda tensors: tensors.update({f"{QUERY}.lora_B": torch.ones(1, 2)}),
+        lambda tensors: tensors.update({f"{QUERY}.lora_A": torch.ones(2)}),
+    ],
+)
+def test_an_adapter_that_is_not_whole_or_does_not_fit_is_refused(
+    trained: Path, teacher: Any, spoil: Callable[[dict[str, torch.Tensor]], object]
+) -> None:
+    path = trained / "adapter" / "cope.safetensors"
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    tensors = load_file(path)
+    spoil(tensors)
+    save_file(tensors, path)
+    with pytest.raises(ModelLoadError, match="does not fit its card or its base model"):
+        Adapter.read(trained / "adapter").applied(teacher)
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+
+
+def test_what_was_merged_is_made_again_when_the_card_changes(
+    trained: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CACHESLIDE_HOME", str(tmp_path / "home"))
+    path = trained / "adapter" / "cope.json"
+    card = json.loads(path.read_text()) | {"base": str(folder)}
+    path.write_text(json.dumps(card))
+    first = locate(trained / "adapter")
+    path.write_text(json.dumps(card | {"recipe": {**card["recipe"], "npos": 9}}))
+    with pytest.raises(ModelLoadError, match="does not fit its card"):
+        locate(trained / "adapter")
+    path.write_text(json.dumps(card))
+    assert locate(trained / "adapter") == first
+
+
+def test_adapters_of_adapters_are_refused(trained: Path, tmp_path: Path) -> None:
+    path = trained / "adapter" / "cope.json"
+    card = json.loads(path.read_text()) | {"base": str(trained / "adapter")}
+    path.write_text(json.dumps(card))
+    with pytest.raises(ModelNotFoundError, match="which is an adapter, too"):
+        locate(trained / "adapter")
 
 
 def test_weights_that_are_not_finite_are_not_written(teacher: Any, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ trained). Out: the converted model, in memory or as a folder that loads like any
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from torch_cacheslide.quiet import quiet
 
 WEIGHTS, CARD = "cope.safetensors", "cope.json"
 FORMAT = 1
+EMBEDDING = "cope_embedding"
+MOST_POSITIONS = 65536
 
 
 def is_adapter(folder: Path) -> bool:
@@ -56,12 +59,14 @@ class Adapter:
             if card["format"] != FORMAT:
                 raise ValueError(f"format {card['format']} is not {FORMAT}")
             bound = {
-                name: BaseTensor(each["digest"], tuple(each["values"]))
+                name: BaseTensor(each["digest"], tuple(map(float, each["values"])))
                 for name, each in card["bound"].items()
             }
-            base, npos = str(card["base"]), int(card["recipe"]["npos"])
+            base, npos = str(card["base"]), card["recipe"]["npos"]
+            if type(npos) is not int or not 2 <= npos <= MOST_POSITIONS:
+                raise ValueError(f"npos {npos!r} is no whole number from 2 to {MOST_POSITIONS}")
             dtype = DTYPES[card["dtype"]]
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ModelLoadError(
                 f"{folder / CARD} is not the card of a conversion: {error}"
             ) from error
@@ -78,30 +83,60 @@ class Adapter:
         in another precision.
         """
         check_base(base, self.bound, f"the adapter {self.folder}", other_precision=other_precision)
-        model = cope_from_llama(base, self.npos)
-        parameters = dict(model.named_parameters())
         try:
+            pairs, embeddings = self._parts()
+            model = cope_from_llama(base, self.npos)
+            parameters = dict(model.named_parameters())
+            _check_names(embeddings, [name for name in parameters if name.endswith(EMBEDDING)])
             with torch.no_grad():
-                for name, value in self.tensors.items():
-                    self._apply(name, value, parameters)
-        except (KeyError, RuntimeError) as error:
+                for module, factors in pairs.items():
+                    _add(parameters[f"{module}.weight"], _product(module, *factors), module)
+                for name, value in embeddings.items():
+                    _add(parameters[name], value, name)
+        except (KeyError, RuntimeError, ValueError) as error:
             raise ModelLoadError(
-                f"{self.folder / WEIGHTS} does not fit its base model ({error})"
+                f"{self.folder / WEIGHTS} does not fit its card or its base model ({error}); copy "
+                "the adapter's two files again, from one training"
             ) from error
         return model.eval().requires_grad_(False)
 
-    def _apply(self, name: str, value: Tensor, parameters: Mapping[str, Tensor]) -> None:
-        if name.endswith(".lora_A"):
-            module = name.removesuffix(".lora_A")
-            weight = parameters[f"{module}.weight"]
-            weight += (self.tensors[f"{module}.lora_B"].float() @ value.float()).to(weight)
-        elif not name.endswith(".lora_B"):
-            parameters[name].copy_(value)
+    def _parts(self) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """Low-rank factors by module, and embeddings by name; nothing may be left over."""
+        for name, value in self.tensors.items():
+            if not value.is_floating_point() or not bool(torch.isfinite(value).all()):
+                raise ValueError(f"{name} is not finite")
+        embeddings = {n: value for n, value in self.tensors.items() if n.endswith(EMBEDDING)}
+        others = self.tensors.keys() - embeddings.keys()
+        modules = {name.rpartition(".lora_")[0] or name for name in others}
+        _check_names(modules, [name.removesuffix(".weight") for name in self.bound])
+        pairs = {m: (self.tensors[f"{m}.lora_A"], self.tensors[f"{m}.lora_B"]) for m in modules}
+        _check_names(self.tensors, [*embeddings, *(f"{m}.lora_{x}" for m in modules for x in "AB")])
+        return pairs, embeddings
+
+
+def _check_names(found: Iterable[str], wanted: Iterable[str]) -> None:
+    if different := set(found) ^ set(wanted):
+        raise ValueError(f"{min(different)} is missing, or is too much")
+
+
+def _product(module: str, down: Tensor, up: Tensor) -> Tensor:
+    """What factors [rank, in] and [out, rank] add to a weight [out, in]."""
+    if down.dim() != 2 or up.dim() != 2 or not len(down):
+        raise ValueError(f"the factors of {module} are no matrices")
+    return up.float() @ down.float()
+
+
+def _add(parameter: Tensor, value: Tensor, name: str) -> None:
+    """New embeddings are zero until then."""
+    if parameter.shape != value.shape:
+        raise ValueError(f"{name} is {list(value.shape)}, not {list(parameter.shape)}")
+    parameter += value.to(parameter)
 
 
 def merged(adapter: Adapter, base: Path, models: Path) -> Path:
     """The folder under `models` in which `base`, a model folder, has `adapter` added to it."""
-    digest = file_digest(adapter.folder / WEIGHTS)[:12]
+    files = [file_digest(adapter.folder / name) for name in (WEIGHTS, CARD)]
+    digest = blake2b(repr((files, str(base))).encode(), digest_size=6).hexdigest()
     target = models / f"{adapter.folder.name}-{digest}"
     return derived(target, adapter.folder, lambda folder: _merge(adapter, base, folder))
 

@@ -96,7 +96,10 @@ def still_exact(plan: Plan, canonical: CanonicalRows) -> npt.NDArray[np.bool_]:
 
 def _files(paths: ProfilePaths) -> Iterable[Path]:
     for given in [paths] if isinstance(paths, (str, PathLike)) else paths:
-        path = Path(given).expanduser()
+        try:
+            path = Path(given).expanduser()
+        except RuntimeError as error:
+            raise DataError(f"{given} is no path ({error}); name the file or folder") from error
         if not path.is_dir():
             yield path
             continue

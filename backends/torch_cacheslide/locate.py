@@ -81,6 +81,8 @@ def _adapted(folder: Path, models: Path) -> Path:
     try:
         if adapter.base == folder.name:
             raise ModelNotFoundError("its card names the adapter itself")
+        if is_adapter(Path(adapter.base).expanduser()) or is_adapter(ADAPTERS / adapter.base):
+            raise ModelNotFoundError(f"its card names {adapter.base}, which is an adapter, too")
         base = locate(adapter.base)
     except ModelNotFoundError as error:
         raise ModelNotFoundError(

@@ -132,8 +132,9 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         draft.write_text(text + "\n", encoding="utf-8")
         os.replace(draft, target)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # an empty name is a ValueError
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{str(path)!r} cannot be written: {reason}") from error
 
 
 def _summary(value: Any, where: str) -> PolicySummary:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from cacheslide_agents.position.profile import Calibrates, CanonicalEntry, Profile
     from cacheslide_agents.prompt.logged import LoggedRequest
 
+MOST = 1_000_000
+
 
 def calibrate(
     trace: Annotated[
@@ -36,9 +38,12 @@ def calibrate(
     data: Annotated[Path | None, typer.Option(help="Data folder of the workload.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the profiles.")] = Path("profiles"),
     model: options.Model = options.COPE_MODEL,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts at most.")] = 32,
+    prompts: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts at most.")] = 32,
     skip: Annotated[
-        int, typer.Option(min=0, help="Leave out the first: 2 for each turn that a bench measures.")
+        int,
+        typer.Option(
+            min=0, max=MOST, help="Leave out the first: 2 for each turn that a bench measures."
+        ),
     ] = 0,
     seed: Annotated[int, typer.Option(help="Chooses the workload's turns, as in `bench`.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer ones are left out.")] = 4096,
@@ -105,7 +110,10 @@ def _encoded(
             if len(prompt.ids) <= longest:
                 found.setdefault(prompt.task, {}).setdefault(prompt.ids, prompt)
     if not found:
-        raise DataError(f"no prompt of at most {longest} tokens; raise --prompts, lower --skip")
+        raise DataError(
+            f"no prompt of at most {longest} tokens; raise --max-prompt-tokens "
+            "or --prompts, or lower --skip"
+        )
     return {task: list(prompts.values()) for task, prompts in found.items()}
 
 

@@ -29,6 +29,7 @@ from cacheslide_agents.errors import DataError, ModelLoadError
 from cacheslide_agents.position.contextual import CanonicalMass
 
 FORMAT = "cacheslide-ccpe-1"
+_DAMAGED = (OSError, SafetensorError, KeyError, RecursionError, TypeError, ValueError)
 SUFFIX = ".ccpe.safetensors"
 
 
@@ -151,7 +152,7 @@ class Profile:
             if metadata.get("format") != FORMAT:
                 raise ValueError(f"its format is {metadata.get('format')!r}, not {FORMAT!r}")
             return _profile(metadata, tensors)
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        except _DAMAGED as error:
             raise DataError(
                 f"{path} is no CCPE profile ({error}); make one with `cacheslide calibrate`"
             ) from error
@@ -194,8 +195,10 @@ def _profile(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Prof
     if not entries or len(pairs) != len(entries):
         raise ValueError("it has no entries, or two of one chunk and update")
     for each in entries:
-        if each.mass.dtype != torch.int16 or each.mass.dim() != 2:
+        if each.mass.dtype != torch.int16 or each.mass.dim() != 2 or not each.mass.numel():
             raise ValueError("masses must be int16 [layers, heads]")
+        if each.share.shape != each.mass.shape or not bool(torch.isfinite(each.share).all()):
+            raise ValueError("shares must be finite numbers [layers, heads]")
         if each.mass.min() < 0 or each.mass.max() >= npos:
             raise ValueError(f"masses must be 0 to {npos - 1}")
     return Profile(metadata["task"], metadata["model"], npos, entries)

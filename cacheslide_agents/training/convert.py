@@ -21,8 +21,9 @@ from cacheslide_agents.training.checkpoint import Progress
 from cacheslide_agents.training.corpus import Corpus
 from cacheslide_agents.training.distil import distil
 from cacheslide_agents.training.recipe import Recipe
-from cacheslide_agents.training.student import EMBEDDING, Student
+from cacheslide_agents.training.student import Student
 from cacheslide_agents.training.transfer import transfer
+from torch_cacheslide.adapter import EMBEDDING
 
 Step = Callable[[Any, Any, Tensor, float], float]
 PHASES: dict[str, Step] = {"transfer": transfer, "distil": distil}

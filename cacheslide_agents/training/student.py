@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from cacheslide_agents.errors import BackendError
 from cacheslide_agents.training.recipe import Recipe
+from torch_cacheslide.adapter import EMBEDDING
 from torch_cacheslide.cope import cope_from_llama
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-EMBEDDING = "cope_embedding"
 
 
 class Student:

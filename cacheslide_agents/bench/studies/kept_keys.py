@@ -17,9 +17,10 @@ from torch import Tensor
 from cacheslide_agents.backend import Backend, GenerationRequest, load_backend
 from cacheslide_agents.bench.studies.oracle import KeepsContexts
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.errors import BackendError, DataError, RequestError
 from cacheslide_agents.pages.base import ContextKey, TokenRange
 from cacheslide_agents.policies import Policy, Prefix
+from cacheslide_agents.position.contextual import Contextual
 
 
 def kept_keys(
@@ -61,7 +62,8 @@ def ck_sim(one: Tensor, other: Tensor) -> Tensor:
 def converted(backend: Backend, model: str) -> Iterator[Backend]:
     """The CoPE model `model`, on the device and in the precision of `backend`.
 
-    `DataError` if its tokenizer is another, so that ids would mean something else.
+    `RequestError` if it is none; `DataError` if its tokenizer is another, so that ids would mean
+    something else.
     """
     options: dict[str, Any] = {"model": model}
     for name in ("device", "dtype"):
@@ -69,6 +71,8 @@ def converted(backend: Backend, model: str) -> Iterator[Backend]:
             options[name] = str(value) if name == "device" else value
     loaded = load_backend("torch", **options)
     try:
+        if not isinstance(getattr(loaded, "position", None), Contextual):
+            raise RequestError(f"--cope-model {model}: its positions are not contextual (CoPE)")
         if loaded.tokenizer.get_vocab() != backend.tokenizer.get_vocab():
             raise DataError(f"{loaded.model_id} and {backend.model_id} have different tokenizers")
         yield loaded

@@ -49,6 +49,11 @@ def run(
     """`limit` turns of `task`; with `cope_model` also on the converted model."""
     started = perf_counter()
     room = min(max_prompt_tokens, backend.max_model_len) - max(fillers)
+    if room < 1:
+        raise DataError(
+            f"{max(fillers)} filler tokens leave no room for a prompt; raise --max-prompt-tokens, "
+            "or choose a model with a longer window"
+        )
     return draw(
         backend,
         cope_model,

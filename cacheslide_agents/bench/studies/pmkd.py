@@ -97,7 +97,10 @@ def run(
     longest = min(max_prompt_tokens, backend.max_model_len)
     shifts = [each for each in sorted(shifts) if fixed + each <= longest]
     if not shifts:
-        raise DataError(f"a passage takes {fixed} tokens, more than the {longest} allowed")
+        raise DataError(
+            f"a passage takes {fixed} tokens, more than the {longest} allowed; raise "
+            "--max-prompt-tokens, or choose a model with a longer window"
+        )
     name = cope_model or f"{backend.model_id}-cope"
     with converted(backend, name) as cope:
         curves = Curves(
@@ -178,10 +181,14 @@ def _note(
 
 def _passages(backend: Backend, data: Path, count: int, length: int, seed: int) -> list[Passage]:
     """`count` pieces of the text data, `length` tokens each, one after the other."""
-    material = "\n\n".join(texts(data / "text" / "valid.jsonl"))[seed * 9973 :]
+    path = data / "text" / "valid.jsonl"
+    material = "\n\n".join(texts(path))[seed * 9973 :]
     ids = _tokens(backend, material[: count * length * 8])
     if len(ids) < count * length:
-        raise DataError(f"the text data ends before {count} passages of {length} tokens are full")
+        raise DataError(
+            f"{path} ends before {count} passages of {length} tokens are full; give more text, or "
+            "lower --limit or --max-prompt-tokens"
+        )
     return [Passage(tuple(ids[n * length : (n + 1) * length])) for n in range(count)]
 
 
