@@ -24,6 +24,7 @@ from cacheslide_agents.bench.studies import (
     padding,
     pmkd,
     pressure,
+    ssd,
     stale,
 )
 from cacheslide_agents.errors import DataError, RequestError
@@ -41,6 +42,7 @@ STUDIES: Mapping[str, Study] = {
     "padding": padding.run,
     "pmkd": pmkd.run,
     "pressure": pressure.run,
+    "ssd": ssd.run,
     "stale": stale.run,
 }
 
