@@ -179,6 +179,7 @@ def test_inspect_with_values_counts_tokens_and_says_how(
         (["inspect", "reflexion", "--values", "-"], "[1]", "values must be a JSON object"),
         (["inspect", "reflexion", "--values", "-"], "{", "error: -: values are not JSON"),
         (["inspect", "reflexion", "--values", "none.json"], None, "No such file"),
+        (["inspect", "reflexion", "--model", "smollm2-135m"], None, "give its --values too"),
         (["bench", "--data", "."], None, "error: give either --task or --study"),
         (["bench", "--data", ".", "--task", "chess"], None, "no task is named 'chess'"),
         (["bench", "--data", ".", "--study", "x"], None, "no study is named 'x'"),

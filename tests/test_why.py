@@ -165,6 +165,14 @@ def test_template_with_two_value_files(write: Any) -> None:
     table = run(old, new, "--template", "reflexion")
     assert "First difference: token" in table.stdout
     assert found["advice"] in table.stdout.replace("\n", " ")
+    assert "role" in table.stdout
+
+
+def test_roles_are_shown_only_where_an_author_gave_them(write: Any) -> None:
+    text = write("a.txt", STABLE)
+    shown = run(text, text).stdout
+    assert "state" in shown
+    assert "role" not in shown
 
 
 def test_two_lines_of_a_log_are_compared(write: Any) -> None:

@@ -114,11 +114,14 @@ def _task(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
 
 def _study(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
     from cacheslide_agents.bench import run_study
+    from cacheslide_agents.bench.study_reports import STUDY_REPORTS
 
     found = run_study(name, **arguments)
     if as_json or arguments["out"] is None:
         emit(found)
     else:
+        if name in STUDY_REPORTS:
+            screen().print(STUDY_REPORTS[name].table(found))
         notes().print(f"written to {arguments['out']}")
 
 

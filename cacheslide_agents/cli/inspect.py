@@ -17,7 +17,7 @@ from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen
 from cacheslide_agents.cli.models import tokenizer_of
 from cacheslide_agents.cli.templates import find_template, read_values
-from cacheslide_agents.errors import TokenizerError
+from cacheslide_agents.errors import RequestError, TokenizerError
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.count import count_tokens
 from cacheslide_agents.prompt.template import PromptTemplate
@@ -39,6 +39,8 @@ def inspect(
     Without --values the chunks as they stand in the file. With values and --model the tokens of
     the prompt as it would be sent; without --model those of the chunks' text alone.
     """
+    if model is not None and values is None:
+        raise RequestError("--model counts the tokens of a rendered prompt; give its --values too")
     found = find_template(template)
     if values is None:
         report = _declared(found)

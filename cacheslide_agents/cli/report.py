@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen
 from cacheslide_agents.errors import DataError, RequestError
+
+if TYPE_CHECKING:
+    from cacheslide_agents.bench.study_reports import StudyReport
 
 
 def report(
@@ -27,13 +30,13 @@ def report(
     from cacheslide_agents.bench.curve_plot import plot_curves
     from cacheslide_agents.bench.episode_report import plot_episodes
     from cacheslide_agents.bench.results import read_json
+    from cacheslide_agents.bench.study_reports import STUDY_REPORTS
 
     if page and (as_json or plot):
         raise RequestError("--page stands alone: leave out --json and --plot")
     study = read_json(results)
-    episodes = study.get("study") == "episodes"
     if plot is not None:
-        draw = plot_episodes if episodes else plot_frontier
+        draw = plot_episodes if study.get("study") == "episodes" else plot_frontier
         try:
             (plot_curves if "curves" in study else draw)(study, plot)
         except (OSError, ValueError) as error:
@@ -43,8 +46,8 @@ def report(
         else:
             notes().print(f"written to {plot}")
         return
-    if episodes:
-        _episodes(study, page=page, as_json=as_json)
+    if shown := STUDY_REPORTS.get(study.get("study", "")):
+        _study(shown, study, page=page, as_json=as_json)
         return
     found = read_results(results)
     if not found.rows:
@@ -57,16 +60,10 @@ def report(
         screen().print(table(found))
 
 
-def _episodes(study: dict[str, Any], *, page: bool, as_json: bool) -> None:
-    from cacheslide_agents.bench.episode_report import (
-        episode_points,
-        episodes_markdown,
-        episodes_table,
-    )
-
+def _study(shown: StudyReport, study: dict[str, Any], *, page: bool, as_json: bool) -> None:
     if as_json:
-        emit(episode_points(study))
+        emit(shown.points(study))
     elif page:
-        print(episodes_markdown(study), end="")
+        print(shown.markdown(study), end="")
     else:
-        screen().print(episodes_table(study))
+        screen().print(shown.table(study))

@@ -50,7 +50,7 @@ def why(
     if as_json:
         emit({"tokenizer": model or WORDS, **to_dict(found)})
     else:
-        _show(found, model or WORDS)
+        _show(found, model or WORDS, roles=template is not None)
 
 
 def to_dict(found: Comparison) -> dict[str, Any]:
@@ -59,7 +59,8 @@ def to_dict(found: Comparison) -> dict[str, Any]:
     return {**asdict(found), "segments": segments, "advice": found.advice}
 
 
-def _show(found: Comparison, tokenizer: str) -> None:
+def _show(found: Comparison, tokenizer: str, *, roles: bool) -> None:
+    """`roles` are an author's hints: prompts that were cut automatically have none."""
     console = screen()
     console.print(
         f"{found.tokens} tokens ({tokenizer}); {found.earlier_tokens} in the earlier prompt"
@@ -75,18 +76,20 @@ def _show(found: Comparison, tokenizer: str) -> None:
     for field in found.fields:
         place = f"token {field.token}, chunk {field.chunk}"
         console.print(f"Changes by itself: {field.kind} at {place}: {field.was!r} -> {field.now!r}")
-    console.print(_segments(found))
+    console.print(_segments(found, roles=roles))
     console.print(found.advice)
 
 
-def _segments(found: Comparison) -> Table:
+def _segments(found: Comparison, *, roles: bool) -> Table:
     table = Table()
-    for column in ("chunk", "role", "state", "tokens", "kept", "shift", "begins"):
+    hints = ("role",) if roles else ()
+    for column in ("chunk", *hints, "state", "tokens", "kept", "shift", "begins"):
         numeric = column in {"tokens", "kept", "shift"}
         table.add_column(column, justify="right" if numeric else "left")
     for one in found.segments:
         shift = "-" if one.shift is None else f"{one.shift:+d}"
+        hint = (one.role.value,) if roles else ()
         counts = (str(one.tokens), str(one.kept), shift)
         begins = " ".join(one.begins.split())[:BEGINS]
-        table.add_row(one.id, one.role.value, one.state, *counts, begins)
+        table.add_row(one.id, *hint, one.state, *counts, begins)
     return table
