@@ -27,13 +27,10 @@ from torch_cacheslide import TorchBackend, fused
 from torch_cacheslide.attention import (
     ATTENTION_NAME,
     FUSED_ATTENTION_NAME,
-    Layouts,
     attend,
-    attention_pairs,
-    row_layout,
-    row_pairs,
 )
 from torch_cacheslide.cope import cope_from_llama
+from torch_cacheslide.layout import Layouts, attention_pairs, row_layout, row_pairs
 
 RANDOM = np.random.default_rng(9)
 HEAD, OLD, NEW, TAIL = (RANDOM.integers(3, 250, count).tolist() for count in (40, 30, 50, 300))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheslide_agents.pages.slots import SlotMap
-from torch_cacheslide.attention import Layouts, attend
+from torch_cacheslide.attention import attend
+from torch_cacheslide.layout import Layouts
 
 
 def slot_map(corrected: list[int], prompt: int, rows: int, spare: int | None = None) -> SlotMap:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.position.base import Position
-from torch_cacheslide.attention import Block, Layout, Layouts
 from torch_cacheslide.cache import WorkingCache
+from torch_cacheslide.layout import Block, Layout, Layouts
 from torch_cacheslide.stack import DecoderStack
 
 Rows = npt.NDArray[np.int64]

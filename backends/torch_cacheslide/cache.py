@@ -18,8 +18,8 @@ from torch import Tensor
 from cacheslide_agents.pages.loader import Loader
 from cacheslide_agents.pages.slots import SlotMap
 from cacheslide_agents.position.profile import CanonicalRows
-from torch_cacheslide.attention import Block, Layouts
 from torch_cacheslide.correction import Correction
+from torch_cacheslide.layout import Block, Layouts
 
 CAPACITY_STEP = 256
 Rows = npt.NDArray[np.int64]

@@ -22,10 +22,10 @@ from cacheslide_agents.position.kernels import Tiling, covers, fused_attention, 
 from torch_cacheslide.attention import (
     ATTENTION_NAME,
     FUSED_ATTENTION_NAME,
-    Layouts,
     attend,
     register_attention,
 )
+from torch_cacheslide.layout import Layouts
 
 PROBE_KEYS = 300
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}

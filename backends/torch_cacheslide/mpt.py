@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheslide_agents.position.alibi import Alibi
-from torch_cacheslide.attention import Block, Layout, Layouts
 from torch_cacheslide.cache import WorkingCache
+from torch_cacheslide.layout import Block, Layout, Layouts
 from torch_cacheslide.stack import DecoderStack
 
 BIASED_ROWS = 64
@@ -95,8 +95,10 @@ def _parts(blocks: Layout, device: torch.device) -> list[Block]:
 
 def _part(block: Block, start: int, stop: int, device: torch.device) -> Block:
     if block.causal:
-        rows = torch.arange(start, stop, device=device)
-        return Block(start, stop, stop, torch.arange(stop, device=device) <= rows[:, None])
+        end = block.keys - block.stop + stop
+        rows = torch.arange(end - (stop - start), end, device=device)
+        seen = torch.arange(block.first, end, device=device) <= rows[:, None]
+        return Block(start, stop, end, seen, first=block.first)
     mask = block.mask
     if mask is not None:
         mask = mask[start - block.start : stop - block.start]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_cacheslide.attention import Layouts
 from torch_cacheslide.cache import WorkingCache
+from torch_cacheslide.layout import Layouts
 
 
 class DecoderStack:
