@@ -13,7 +13,13 @@ from time import perf_counter
 from uuid import uuid4
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling, Scores
-from cacheslide_agents.bench.metrics import exact_match, kl_divergence, token_f1, top1_agreement
+from cacheslide_agents.bench.metrics import (
+    exact_match,
+    first_line,
+    kl_divergence,
+    token_f1,
+    top1_agreement,
+)
 from cacheslide_agents.bench.results import Row
 from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
@@ -197,7 +203,7 @@ class Bench:
         fallen = [one for one in (scores.receipt, *(t.receipt for t in timed)) if _fell(one)]
         receipt = fallen[0] if fallen else timed[0].receipt
         gold = populated.turn.answers if self.answer_tokens else ()
-        answer = _first_line(timed[0].text) if self.answer_tokens else None
+        answer = first_line(timed[0].text) if self.answer_tokens else None
         return Row(
             id=populated.turn.id,
             turn=populated.turn.turn,
@@ -243,8 +249,3 @@ def _request(
 
 def _fell(receipt: Receipt) -> bool:
     return receipt.outcome == "fallback"
-
-
-def _first_line(text: str) -> str:
-    """Short answers are one line; what a model adds below is not part of them."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")

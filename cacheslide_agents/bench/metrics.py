@@ -55,6 +55,11 @@ def _normalised(logprobs: LogProbs) -> npt.NDArray[np.float64]:
     return normalised
 
 
+def first_line(text: str) -> str:
+    """Short answers are one line; what a model adds below is not part of them."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
 def normalise_answer(text: str) -> str:
     """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())

@@ -32,6 +32,8 @@ Places = dict[int, dict[int, int]]
 
 WHOLE_PROMPT = "prompt"
 GENERATION_PROMPT = "generation-prompt"
+_BORDER = re.compile(r"(\d+)b(\d+)z")
+"""What follows a sentinel's nonce: message and border."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +101,18 @@ class _Sentinels:
 
     def read(self, marked: str, plain: str) -> Places | None:
         """Where they came out; `None` if they changed the rendering or one came out twice."""
-        parts = re.split(rf"zq{self.nonce}m(\d+)b(\d+)z", marked)
-        if "".join(parts[::3]) != plain:
+        first, *rest = marked.split(f"zq{self.nonce}m")
+        texts, borders = [first], []
+        for part in rest:
+            if (found := _BORDER.match(part)) is None:
+                return None
+            borders.append((int(found[1]), int(found[2])))
+            texts.append(part[found.end() :])
+        if "".join(texts) != plain:
             return None
         places: Places = {}
-        offsets = accumulate(map(len, parts[::3]))
-        for message, border, place in zip(parts[1::3], parts[2::3], offsets, strict=False):
-            if places.setdefault(int(message), {}).setdefault(int(border), place) != place:
+        for (message, border), place in zip(borders, accumulate(map(len, texts)), strict=False):
+            if places.setdefault(message, {}).setdefault(border, place) != place:
                 return None
         return places
 

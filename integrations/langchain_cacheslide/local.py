@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 
-from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from cacheslide_agents.backend import GenerationChunk
@@ -38,26 +37,18 @@ class LocalCall:
                     yield piece
 
     def generate(self) -> ChatResult:
-        if self._answers == 1:
-            return generate_from_stream(self.stream())
-        answers = Answers(self.prepared.setup, self._answers)
+        answers = Answers(self.prepared.setup, self.prepared.request.sampling.n)
         with closing(self._chunks()) as chunks:
             for chunk in chunks:
                 answers.add(chunk)
         return answers.result()
 
     async def agenerate(self) -> ChatResult:
-        if self._answers == 1:
-            return await agenerate_from_stream(self.astream())
-        answers = Answers(self.prepared.setup, self._answers)
+        answers = Answers(self.prepared.setup, self.prepared.request.sampling.n)
         async with aclosing(self._achunks()) as chunks:
             async for chunk in chunks:
                 answers.add(chunk)
         return answers.result()
-
-    @property
-    def _answers(self) -> int:
-        return self.prepared.request.sampling.n
 
     def _chunks(self) -> Generator[GenerationChunk, None, None]:
         prepared = self.prepared

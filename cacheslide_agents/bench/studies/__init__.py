@@ -15,6 +15,7 @@ from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.results import SCHEMA, read_json, write_json
 from cacheslide_agents.bench.runner import Progress, silent
 from cacheslide_agents.bench.studies import (
+    answers,
     decoupling,
     drift,
     episodes,
@@ -33,6 +34,7 @@ __all__ = ["STUDIES", "run_study"]
 
 Study = Callable[..., Mapping[str, Any]]
 STUDIES: Mapping[str, Study] = {
+    "answers": answers.run,
     "decoupling": decoupling.run,
     "drift": drift.run,
     "episodes": episodes.run,

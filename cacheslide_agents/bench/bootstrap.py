@@ -1,0 +1,31 @@
+"""How far a mean can be trusted: the percentile bootstrap (Efron, 1979).
+
+In: one number per row. Out: the interval that holds the mean of rows drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cacheslide_agents.errors import DataError
+
+RESAMPLES = 10_000
+
+
+def mean_interval(
+    values: Sequence[float], *, level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
+) -> tuple[float, float]:
+    """The interval in which the mean of as many rows, drawn with replacement, lies at `level`.
+
+    For paired runs `values` are the differences, row by row. The same `seed` gives the same
+    interval. `DataError` without a row.
+    """
+    rows = np.asarray(values, dtype=np.float64)
+    if not rows.size:
+        raise DataError("a bootstrap interval needs at least one row")
+    drawn = np.random.default_rng(seed).integers(0, rows.size, (resamples, rows.size))
+    tail = (1.0 - level) / 2.0
+    low, high = np.quantile(rows[drawn].mean(axis=1), (tail, 1.0 - tail))
+    return float(low), float(high)

@@ -1,0 +1,202 @@
+"""Answers: are those given on reused context as good as dense ones?
+
+In: every HotpotQA and every MSC question, as a turn of its agent. Out: `rows`, the scores of the
+dense answer and of CacheSlide's, and `points`, by task: mean F1 and EM, the mean paired difference
+with its bootstrap 95 % interval, and the share of answers whose text changed. Declined turns and
+fallbacks count with their own answers.
+
+The dense run takes exact heads from dense contexts, which changes nothing but rounding. These lie
+in a namespace of their own, so that CacheSlide finds earlier turns only. Of MSC, which comes
+without a licence of its own, scores are kept and no text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from uuid import uuid4
+
+from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling
+from cacheslide_agents.bench.bootstrap import mean_interval
+from cacheslide_agents.bench.measure import Encode
+from cacheslide_agents.bench.metrics import exact_match, first_line, token_f1
+from cacheslide_agents.bench.runner import Progress, silent, token_limits
+from cacheslide_agents.bench.studies.answer_turns import answer_drafts, interleaved
+from cacheslide_agents.bench.workloads.base import Draft, Turn
+from cacheslide_agents.chunks import EncodedPrompt
+from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.policies import CacheSlide, Policy, Prefix
+from cacheslide_agents.prompt.chat import ChatEncoder
+
+ANSWER_TOKENS = 24
+QUOTED = ("reflexion",)
+"""Tasks whose answers may stand in the file."""
+METRICS: Mapping[str, Callable[[str, Sequence[str]], float]] = {"f1": token_f1, "em": exact_match}
+OUTCOMES = ("hit", "partial", "declined", "cold", "fallback")
+Found = dict[str, Any]
+Key = tuple[str, str]
+
+
+def run(
+    backend: Backend,
+    data: Path,
+    *,
+    save: Callable[[Mapping[str, Any]], None],
+    progress: Progress = silent,
+    earlier: Mapping[str, Any] | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    max_prompt_tokens: int = 4096,
+) -> dict[str, Any]:
+    """Ask `limit` questions of each task (default: all) in the order of `seed`.
+
+    Rows of an `earlier` run of the same model are kept.
+    """
+    asking = Asking(backend, ChatEncoder(backend.tokenizer).encode, CacheSlide())
+    drafts = answer_drafts(data, token_limits(backend, asking.encode, max_prompt_tokens), seed)
+    turns = interleaved({task: _built(some, limit) for task, some in drafts.items()})
+    if not turns:
+        raise DataError(
+            f"no question in {data} fits {max_prompt_tokens} tokens; raise --max-prompt-tokens"
+        )
+    known = _known(earlier, backend)
+    questions = {task: len(some) for task, some in drafts.items()}
+    rows: dict[Key, Found | None] = {_key(turn): known.get(_key(turn)) for turn in turns}
+    for number, turn in enumerate(turns):
+        if rows[_key(turn)] is None:
+            rows[_key(turn)] = asking.both_ways(turn)
+            save(_study(backend, questions, rows.values()))
+        progress(number + 1, len(turns), f"{turn.task}: {turn.id}")
+    return _study(backend, questions, rows.values())
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Asks one question both ways; `name` keeps the contexts of one run apart from others."""
+
+    backend: Backend
+    encode: Encode
+    policy: Policy
+    name: str = field(default_factory=lambda: f"answers-{uuid4().hex}")
+
+    def both_ways(self, turn: Turn) -> Found:
+        """One row. The turn before is stored densely, then this turn is answered twice."""
+        before, prompt = self.encode(turn.populate), self.encode(turn.measure)
+        self.backend.warm(self._request(turn, before, "before", Prefix(), retain=True))
+        dense, _ = self._answer(self._request(turn, prompt, "dense", Prefix(), retain=True))
+        reuse, receipt = self._answer(self._request(turn, prompt, "before", self.policy))
+        return {
+            "task": turn.task,
+            "id": turn.id,
+            "prompt_tokens": receipt.prompt_tokens,
+            "reused_tokens": receipt.reused_tokens,
+            "compute_fraction": receipt.compute_fraction,
+            "outcome": receipt.outcome,
+            "reason": receipt.reason,
+            **{
+                f"{name}_{way}": metric(answer, turn.answers)
+                for name, metric in METRICS.items()
+                for way, answer in (("dense", dense), ("reuse", reuse))
+            },
+            "changed": dense != reuse,
+            **({"dense": dense, "reuse": reuse} if turn.task in QUOTED else {}),
+        }
+
+    def _request(
+        self, turn: Turn, prompt: EncodedPrompt, kind: str, policy: Policy, *, retain: bool = False
+    ) -> GenerationRequest:
+        return GenerationRequest(
+            prompt_ids=prompt.ids,
+            spans=prompt.spans,
+            namespace=f"{self.name}-{kind}",
+            task=prompt.task,
+            session=turn.id,
+            sampling=Sampling(max_tokens=ANSWER_TOKENS),
+            policy=policy,
+            retain=retain,
+        )
+
+    def _answer(self, request: GenerationRequest) -> tuple[str, Receipt]:
+        chunks = list(self.backend.generate(request))
+        receipt = chunks[-1].receipt if chunks else None
+        if receipt is None:
+            raise BackendError(f"{self.backend.model_id}: an answer ended without a receipt")
+        return first_line("".join(chunk.text for chunk in chunks)), receipt
+
+
+def _built(drafts: Sequence[Draft], limit: int | None) -> list[Turn]:
+    return list(islice((turn for each in drafts if (turn := each.build()) is not None), limit))
+
+
+def _key(turn: Turn) -> Key:
+    return turn.task, turn.id
+
+
+def _known(earlier: Mapping[str, Any] | None, backend: Backend) -> dict[Key, Found]:
+    if earlier is None:
+        return {}
+    if earlier.get("model") != backend.model_id:
+        raise DataError(
+            f"cannot resume: the file's model is {earlier.get('model')!r}, not {backend.model_id!r}"
+        )
+    try:
+        rows = {(row["task"], row["id"]): row for row in earlier.get("rows", ())}
+        if rows:
+            _points({task: 0 for task, _ in rows}, list(rows.values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"cannot resume: the file's rows are malformed ({error!r})") from error
+    return rows
+
+
+def _study(
+    backend: Backend, questions: Mapping[str, int], rows: Iterable[Found | None]
+) -> dict[str, Any]:
+    """`rows` in the order of the run; `None` where a question was not asked yet."""
+    asked = [row for row in rows if row is not None]
+    return {
+        "model": backend.model_id,
+        "policy": CacheSlide().name,
+        "answer_tokens": ANSWER_TOKENS,
+        "points": _points(questions, asked),
+        "rows": asked,
+    }
+
+
+def _points(questions: Mapping[str, int], rows: Sequence[Found]) -> list[dict[str, Any]]:
+    """One for each task that has rows; `questions` is how many the data holds."""
+    found = []
+    for task, asked in questions.items():
+        here = [row for row in rows if row["task"] == task]
+        if here:
+            outcomes = Counter(row["outcome"] for row in here)
+            found.append(
+                {
+                    "task": task,
+                    "questions": asked,
+                    "n": len(here),
+                    **{key: one for name in METRICS for key, one in _paired(here, name).items()},
+                    "changed": fmean(row["changed"] for row in here),
+                    "compute_fraction": fmean(row["compute_fraction"] for row in here),
+                    **{outcome: outcomes[outcome] for outcome in OUTCOMES},
+                }
+            )
+    return found
+
+
+def _paired(rows: Sequence[Found], metric: str) -> dict[str, float]:
+    """Means of both ways and of the differences reuse - dense, with their interval."""
+    dense, reuse = ([row[f"{metric}_{way}"] for row in rows] for way in ("dense", "reuse"))
+    differences = [new - old for old, new in zip(dense, reuse, strict=True)]
+    low, high = mean_interval(differences)
+    return {
+        f"{metric}_dense": fmean(dense),
+        f"{metric}_reuse": fmean(reuse),
+        f"{metric}_difference": fmean(differences),
+        f"{metric}_low": low,
+        f"{metric}_high": high,
+    }

@@ -1,0 +1,36 @@
+"""Which studies have a table of their own, and who makes it.
+
+In: a study's name. Out: its `StudyReport`, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from cacheslide_agents.bench.answer_report import answer_points, answers_markdown, answers_table
+from cacheslide_agents.bench.episode_report import (
+    episode_points,
+    episodes_markdown,
+    episodes_table,
+)
+
+Study = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyReport:
+    """Three views of a study's file: its checked points, a rich table, a Markdown table."""
+
+    points: Callable[[Study], Sequence[Mapping[str, Any]]]
+    table: Callable[[Study], Table]
+    markdown: Callable[[Study], str]
+
+
+STUDY_REPORTS: Mapping[str, StudyReport] = {
+    "answers": StudyReport(answer_points, answers_table, answers_markdown),
+    "episodes": StudyReport(episode_points, episodes_table, episodes_markdown),
+}
