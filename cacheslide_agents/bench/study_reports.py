@@ -1,6 +1,6 @@
-"""Which studies have a table of their own, and who makes it.
+"""Which studies have a table of their own, and who makes it; `FLAT` for the others.
 
-In: a study's name. Out: its `StudyReport`, if there is one.
+In: a study's name. Out: its `StudyReport`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from cacheslide_agents.bench.episode_report import (
     episodes_markdown,
     episodes_table,
 )
+from cacheslide_agents.bench.flat_report import flat_markdown, flat_points, flat_table
 
 Study = Mapping[str, Any]
 
@@ -30,6 +31,7 @@ class StudyReport:
     markdown: Callable[[Study], str]
 
 
+FLAT = StudyReport(flat_points, flat_table, flat_markdown)
 STUDY_REPORTS: Mapping[str, StudyReport] = {
     "answers": StudyReport(answer_points, answers_table, answers_markdown),
     "episodes": StudyReport(episode_points, episodes_table, episodes_markdown),

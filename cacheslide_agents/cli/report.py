@@ -30,7 +30,7 @@ def report(
     from cacheslide_agents.bench.curve_plot import plot_curves
     from cacheslide_agents.bench.episode_report import plot_episodes
     from cacheslide_agents.bench.results import read_json
-    from cacheslide_agents.bench.study_reports import STUDY_REPORTS
+    from cacheslide_agents.bench.study_reports import FLAT, STUDY_REPORTS
 
     if page and (as_json or plot):
         raise RequestError("--page stands alone: leave out --json and --plot")
@@ -46,8 +46,8 @@ def report(
         else:
             notes().print(f"written to {plot}")
         return
-    if shown := STUDY_REPORTS.get(study.get("study", "")):
-        _study(shown, study, page=page, as_json=as_json)
+    if name := study.get("study"):
+        _study(STUDY_REPORTS.get(name, FLAT), study, page=page, as_json=as_json)
         return
     found = read_results(results)
     if not found.rows:

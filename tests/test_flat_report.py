@@ -1,0 +1,54 @@
+"""`cacheslide report` of studies without a table of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cacheslide_agents.cli import app
+
+POINTS = [
+    {"tokens": 1000, "policy": "prefix", "ttft_s": 4.94400874, "kl_mean": None},
+    {"tokens": 8000, "policy": "cacheslide", "ttft_s": 5.0, "kl_mean": 6.248e-05},
+]
+
+
+def report(tmp_path: Path, found: dict[str, Any], *options: str) -> Result:
+    path = tmp_path / "study.json"
+    path.write_text(json.dumps({"schema": 1, "model": "m", **found}))
+    return CliRunner().invoke(app, ["report", str(path), *options])
+
+
+def test_every_point_is_a_line_and_every_figure_a_column(tmp_path: Path) -> None:
+    found = {"study": "length", "points": POINTS}
+    assert report(tmp_path, found, "--page").stdout.splitlines() == [
+        "| tokens | policy | ttft_s | kl_mean |",
+        "| --- | --- | --- | --- |",
+        "| 1000 | prefix | 4.944 | - |",
+        "| 8000 | cacheslide | 5 | 6.248e-05 |",
+    ]
+    assert json.loads(report(tmp_path, found, "--json").stdout) == POINTS
+    assert "6.248e-05" in report(tmp_path, found).stdout
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"study": "pressure", "turns": 20, "runs": []}, "'pressure' has no table"),
+        ({"study": "length", "points": []}, "'length' has no table"),
+        ({"study": "length", "points": [1]}, "points[0] is a int"),
+        ({"study": "length", "points": [{"a": 1}, {"b": 1}]}, "points[1] has other figures"),
+    ],
+)
+def test_a_file_without_points_is_one_line_on_stderr(
+    tmp_path: Path, found: dict[str, Any], message: str
+) -> None:
+    result = report(tmp_path, found)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
