@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,9 +55,34 @@ def test_settings_are_in_the_servers_units(served: list[Served]) -> None:
     assert served[0][2] == {
         "policy": "cacheslide",
         "store_bytes": 1 << 29,
+        "store_path": None,
+        "disk_bytes": 64 << 30,
+        "eviction": "slide",
+        "ttl_s": None,
+        "namespace_quota_bytes": None,
         "attention": "masked",
+        "profiles": [],
         "tenant_header": "X-Team",
     }
+
+
+def test_profiles_are_found_wherever_the_server_runs(
+    served: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("m", "--profiles", "one", "--profiles", "/two")
+    assert served[0][2]["profiles"] == [str(tmp_path / "one"), "/two"]
+
+
+def test_settings_of_the_ssd_tier_are_in_the_servers_units(
+    served: list[Served], tmp_path: Path
+) -> None:
+    tier = ("--store-path", str(tmp_path), "--disk-gib", "2", "--eviction", "lru_write_back")
+    run("m", *tier, "--ttl-s", "60", "--namespace-gib", "0.25")
+    settings = served[0][2]
+    assert settings["store_path"] == str(tmp_path)
+    assert (settings["disk_bytes"], settings["namespace_quota_bytes"]) == (2 << 30, 1 << 28)
+    assert (settings["eviction"], settings["ttl_s"]) == ("lru_write_back", 60.0)
 
 
 def test_a_flag_before_the_model_is_bad_input(served: list[Served]) -> None:

@@ -22,7 +22,7 @@ from cacheslide_agents.pages.slots import SlotMap
 from cacheslide_agents.policies import CacheSlide, Prefix, Recompute
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
-from cacheslide_agents.position.kernels import Tiling
+from cacheslide_agents.position.kernels import Tiling, trust
 from torch_cacheslide import TorchBackend, fused
 from torch_cacheslide.attention import (
     ATTENTION_NAME,
@@ -58,6 +58,8 @@ class StandIn:
         tiling: Tiling | None = None,
     ) -> Tensor:
         self.calls.append((query.shape[1], embedding is not None, slots is not None))
+        if key.dim() == 4:
+            key, value = (pages.transpose(0, 1).flatten(1, 2) for pages in (key, value))
         count = int(rows[-1]) + 1  # what lies behind was never written: any number, or none
         there = slice(count) if slots is None else slots[:count]
         key, value = key[:, there], value[:, there]
@@ -176,34 +178,38 @@ def test_kernel_that_cannot_run_here_is_not_trusted_and_the_log_says_why(
     def broken(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr(fused, "fused_attention", broken)
+    monkeypatch.setattr(trust, "fused_attention", broken)
     with caplog.at_level(logging.WARNING):
-        assert not fused.trusted(fused.Kind(torch.device("cpu"), torch.float32, 32, 2, 16, TILE))
+        assert not trust.trusted(trust.Kind(torch.device("cpu"), torch.float32, 32, 2, 16, TILE))
     assert "out of shared memory" in caplog.text
 
 
-@pytest.mark.parametrize("slotted", [False, True], ids=["in order", "slots"])
+@pytest.mark.parametrize(
+    ("slotted", "page_size"),
+    [(False, 0), (True, 0), (True, 16)],
+    ids=["in order", "slots", "pages"],
+)
 @pytest.mark.parametrize(
     ("positions", "massed"), [(0, False), (16, False), (64, True)], ids=["plain", "cope", "ccpe"]
 )
 def test_kernel_is_trusted_if_and_only_if_it_agrees(
-    monkeypatch: pytest.MonkeyPatch, positions: int, massed: bool, slotted: bool
+    monkeypatch: pytest.MonkeyPatch, positions: int, massed: bool, slotted: bool, page_size: int
 ) -> None:
     device = torch.device("cpu")
-    kind = fused.Kind(device, torch.float32, 40, 2, positions, TILE, slotted, massed)
+    kind = trust.Kind(device, torch.float32, 40, 2, positions, TILE, slotted, massed, page_size)
     stand_in = StandIn()
-    monkeypatch.setattr(fused, "fused_attention", stand_in)
-    assert fused.trusted.__wrapped__(kind)
+    monkeypatch.setattr(trust, "fused_attention", stand_in)
+    assert trust.trusted.__wrapped__(kind)
     assert stand_in.calls == [(TILE.rows, positions > 0, slotted)]
     for off in (0.01, torch.nan):
         spoilt = partial(lambda off, *a, **k: stand_in(*a, **k) + off, off)
-        monkeypatch.setattr(fused, "fused_attention", spoilt)
-        assert not fused.trusted.__wrapped__(kind)
+        monkeypatch.setattr(trust, "fused_attention", spoilt)
+        assert not trust.trusted.__wrapped__(kind)
     if massed:
         monkeypatch.setattr(
-            fused, "fused_attention", lambda *a, **k: stand_in(*a, **(k | {"masses": ()}))
+            trust, "fused_attention", lambda *a, **k: stand_in(*a, **(k | {"masses": ()}))
         )
-        assert not fused.trusted.__wrapped__(kind)
+        assert not trust.trusted.__wrapped__(kind)
 
 
 def test_the_switch_and_the_device_decide() -> None:

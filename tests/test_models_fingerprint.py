@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from torch_cacheslide import fingerprint as fingerprint_module
-from torch_cacheslide.fingerprint import SAMPLE_BYTES, file_digest, fingerprint
+from cacheslide_agents.weights import fingerprint as fingerprint_module
+from cacheslide_agents.weights.fingerprint import SAMPLE_BYTES, file_digest, fingerprint
 from torch_cacheslide.models import load_model
 
 

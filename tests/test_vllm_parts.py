@@ -90,8 +90,16 @@ def test_the_directory_has_no_keys_to_show() -> None:
     [
         (
             {"store_byte": 1},
-            "has store_byte; known: attention, policy, receipts, store_bytes, tenant_header",
+            "has store_byte; known: attention, disk_bytes, eviction, namespace_quota_bytes, "
+            "policy, prefetch, profiles, receipts, store_bytes, store_path, tenant_header, ttl_s",
         ),
+        ({"disk_bytes": 0}, "disk_bytes=0"),
+        ({"eviction": "fifo"}, "no eviction policy named 'fifo'"),
+        ({"ttl_s": -1}, "ttl_s=-1"),
+        ({"namespace_quota_bytes": 0}, "namespace_quota_bytes=0"),
+        ({"prefetch": -1}, "prefetch=-1"),
+        ({"store_path": 3}, "store_path=3"),
+        ({"profiles": "folder"}, "profiles='folder'"),
         ({"store_bytes": 0}, "store_bytes=0"),
         ({"receipts": 1.5}, "receipts=1.5"),
         ({"attention": "flash"}, "attention='flash'"),
@@ -165,6 +173,7 @@ def engine_config(**changes: Any) -> Any:
         ({"text__sliding_window": 4096, "text__use_sliding_window": False}, ""),
         ({"text__layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"text__model_type": "gemma2"}, "'gemma2'"),
+        ({"text__model_type": "cope_llama"}, ""),
     ],
 )
 def test_an_engine_that_cannot_reuse_is_told_apart_by_its_config(
@@ -194,8 +203,13 @@ def test_counters_of_a_second_engine_in_a_process_replace_those_of_the_first(
     config = SimpleNamespace(kv_transfer_config=None)
     for tokens in (5, 3):
         metrics = PrometheusMetrics(config, kinds, ["model"], {0: ["m"]})
-        metrics.observe({"tokens:reused": tokens, "stored_bytes": tokens})
+        metrics.observe(
+            {"tokens:reused": tokens, "stored_bytes:ssd": tokens, "store_bytes:ssd:read": tokens}
+        )
     labels = {"model": "m"}
-    assert REGISTRY.get_sample_value("cacheslide_stored_bytes", labels) == 3
+    on_ssd = {**labels, "tier": "ssd"}
+    assert REGISTRY.get_sample_value("cacheslide_stored_bytes", on_ssd) == 3
+    read = {**on_ssd, "direction": "read"}
+    assert REGISTRY.get_sample_value("cacheslide_store_bytes_total", read) == 3
     told = REGISTRY.get_sample_value("cacheslide_tokens_total", {**labels, "kind": "reused"})
     assert told == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -249,7 +250,7 @@ def test_vllms_own_metrics_count_what_the_receipts_say(
     for kind in ("prompt", "reused", "active"):
         assert added["tokens_total", kind] == sum(each[f"{kind}_tokens"] for each in receipts)
     assert added["seconds_total", "compute"] > 0
-    assert after["stored_bytes", ""] > before.get(("stored_bytes", ""), 0.0)
+    assert after["stored_bytes", "memory"] > before.get(("stored_bytes", "memory"), 0.0)
 
 
 def metrics(url: str) -> dict[tuple[str, str], float]:
@@ -259,7 +260,7 @@ def metrics(url: str) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(told):
         for sample in family.samples:
             if sample.name.startswith("cacheslide_") and not sample.name.endswith("_created"):
-                ours = set(sample.labels) & {"outcome", "kind", "phase"}
+                ours = set(sample.labels) & {"outcome", "kind", "phase", "tier"}
                 label = "".join(sample.labels[name] for name in ours)
                 found[sample.name.removeprefix("cacheslide_"), label] = sample.value
     return found
@@ -278,6 +279,18 @@ def test_flags_that_serve_sets_are_refused(flag: str) -> None:
 
     with pytest.raises(RequestError, match="is set by `cacheslide serve` itself"):
         arguments("m", ["--port", "1", flag], {})
+
+
+def test_a_server_with_a_store_folder_takes_time_to_write_it(tmp_path: Path) -> None:
+    """Before what the user says, which then holds."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_cacheslide.serve import arguments
+
+    model = str(tmp_path)
+    given = arguments(model, ["--shutdown-timeout", "5"], {"store_path": str(tmp_path)})
+    at = [place for place, flag in enumerate(given) if flag == "--shutdown-timeout"]
+    assert [int(given[place + 1]) for place in at] == [60, 5]
+    assert "--shutdown-timeout" not in arguments(model, [], {})
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheslide_agents.errors import ModelLoadError
+from cacheslide_agents.weights.fingerprint import file_digest
 from torch_cacheslide.binding import BaseTensor, check_base
 from torch_cacheslide.cope import cope_from_llama
 from torch_cacheslide.derived import derived
-from torch_cacheslide.fingerprint import file_digest
 from torch_cacheslide.pretrained import DTYPES, read_pretrained
 from torch_cacheslide.quiet import quiet
 

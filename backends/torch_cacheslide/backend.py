@@ -29,12 +29,13 @@ from cacheslide_agents.errors import ContextOverflowError, RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.base import Policy, Population
+from cacheslide_agents.policies.canonical import ProfilePaths, Profiles
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.profile import Profile
 from torch_cacheslide.calibration import Calibration
-from torch_cacheslide.canonical import ProfilePaths, Profiles
+from torch_cacheslide.canonical import cope_model
 from torch_cacheslide.engine import Engine, Job
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
@@ -121,7 +122,7 @@ class TorchBackend:
         self.position = rotary = position_of(config)
         if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
             raise RequestError("decoupling='slots' is not for CoPE, which counts keys; use 'late'")
-        self._profiles = Profiles(loaded, profiles)
+        self._profiles = Profiles(partial(cope_model, loaded), profiles)
         self.profiled = self._profiles.tasks
         self._storage = Storage(store, store_bytes, store_path, disk_bytes)
         self.store = self._storage.store

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cacheslide_agents.chunks import EncodedPrompt, Span
 from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.policies.canonical import CopeModel
 from cacheslide_agents.policies.draft import dense_plan
 from cacheslide_agents.policies.recompute import Recompute
 from cacheslide_agents.position.profile import (
@@ -27,7 +28,6 @@ from cacheslide_agents.position.profile import (
     bin_of,
     chunks_behind_updates,
 )
-from torch_cacheslide.canonical import CopeModel
 from torch_cacheslide.engine import Job
 from torch_cacheslide.runtime import Runtime
 

@@ -16,8 +16,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheslide_agents.errors import ModelLoadError
+from cacheslide_agents.weights.fingerprint import file_digest
 from torch_cacheslide.derived import derived
-from torch_cacheslide.fingerprint import file_digest
 from torch_cacheslide.quiet import quiet
 
 _GGUF_STRING = 8

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from cacheslide_agents.errors import ModelLoadError
+from cacheslide_agents.weights.checkpoint import read_config, tensor_entries
+from cacheslide_agents.weights.fingerprint import fingerprint
 from torch_cacheslide.architecture import check_layers, check_model_type
-from torch_cacheslide.checkpoint import read_config, tensor_entries
 from torch_cacheslide.cope import register_cope
-from torch_cacheslide.fingerprint import fingerprint
 from torch_cacheslide.locate import locate
 from torch_cacheslide.pretrained import DTYPES, read_pretrained
 

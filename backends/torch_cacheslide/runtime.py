@@ -22,6 +22,7 @@ from cacheslide_agents.errors import ModelError, NonFiniteError, RequestError
 from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
 from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.policies.base import Plan, Policy, Population
+from cacheslide_agents.policies.canonical import Profiles, still_exact
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.draft import Prompt
 from cacheslide_agents.policies.guard import QualityGuard
@@ -31,7 +32,6 @@ from cacheslide_agents.policies.work import Work
 from cacheslide_agents.position.base import Position
 from cacheslide_agents.position.profile import CanonicalRows
 from torch_cacheslide.cache import Arena, WorkingCache
-from torch_cacheslide.canonical import Profiles, still_exact
 from torch_cacheslide.load import Loading, sources_of
 from torch_cacheslide.prefill import Interrupt, Prefilled, SelectivePrefill, go_on
 from torch_cacheslide.prompted import Prompted

@@ -9,17 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 
-from cacheslide_agents.pages.store import MemoryStore
+from cacheslide_agents.errors import UnsupportedModelError
+from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.rotary import Rotary
 from vllm_cacheslide.attention import Masked, RowAttention, Runs
+from vllm_cacheslide.cope.runs import CopeRuns
 from vllm_cacheslide.decoder import Decoder
+from vllm_cacheslide.identity import fingerprint
 from vllm_cacheslide.keeping import Keeping
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.passes import LayerPass
 from vllm_cacheslide.prefill import SelectivePrefill
 from vllm_cacheslide.receipts import Receipts
+from vllm_cacheslide.restoring import Restored
 from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.storage import Rank, open_store
+from vllm_cacheslide.support import position_of
 from vllm_cacheslide.working import Working
 
 if TYPE_CHECKING:
@@ -33,23 +40,35 @@ def assemble(
     kv_cache_config: KVCacheConfig,
     settings: Settings,
 ) -> Working:
-    """Call it when the KV cache is allocated and no request has come yet."""
+    """Call it when the KV cache is allocated and no request has come yet.
+
+    The page store is opened last: `StoreError` then means that this folder cannot be had.
+    """
     decoder = Decoder(model)
-    rotary = Rotary.from_config(config.model_config.hf_text_config)
-    decoder.check_rotary(rotary)
+    position = position_of(config.model_config.hf_text_config)
+    if isinstance(position, Rotary):
+        decoder.check_rotary(position)
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     paged = PagedCache(decoder.attentions, spec.block_size)
     with torch.inference_mode():
         paged.check()
     most_rows = config.scheduler_config.max_num_batched_tokens
-    runs = Runs(config, decoder.attentions, spec, paged, most_rows)
+    contextual = isinstance(position, Contextual)
+    if contextual and settings.attention == "masked":
+        raise UnsupportedModelError("attention='masked' knows no contextual positions; use 'runs'")
+    of_position = CopeRuns if contextual else Runs
+    runs = of_position(config, decoder.attentions, spec, paged, most_rows)
     masked = settings.attention == "masked"
     attention: RowAttention = Masked(runs, decoder.attentions, paged) if masked else runs
-    store = MemoryStore(settings.store_bytes)
+    layers = LayerPass(decoder, paged, attention, settings.prefetch)
+    rank = Rank.of(config, get_tensor_model_parallel_rank())
+    store = open_store(settings, rank)
     return Working(
         store,
-        SelectivePrefill(LayerPass(decoder, paged, attention), rotary, most_rows),
-        Keeping(store, rotary, paged, decoder.layers),
+        SelectivePrefill(layers, position, most_rows),
+        Keeping(store, position, paged, decoder.layers),
         Receipts(settings.receipts),
+        Restored(store, rank, fingerprint(config)),
+        rank,
         decoder.layers,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
 
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.rows import Batch
@@ -58,9 +58,8 @@ class Runs:
 
     @contextmanager
     def entered(self, batch: Batch, slots: Tensor, positions: Tensor) -> Iterator[None]:
-        metadata = self._builder.build(0, self._common(batch, slots, positions))
         with set_forward_context(
-            dict.fromkeys(self._names, metadata),
+            dict.fromkeys(self._names, self.metadata(batch, slots, positions)),
             self._config,
             num_tokens=len(batch),
             slot_mapping=dict.fromkeys(self._names, slots),
@@ -68,6 +67,11 @@ class Runs:
             skip_compiled=True,
         ):
             yield
+
+    def metadata(self, batch: Batch, slots: Tensor, positions: Tensor) -> AttentionMetadata:
+        """What the layers' attention is told of the batch."""
+        made: AttentionMetadata = self._builder.build(0, self._common(batch, slots, positions))
+        return made
 
     def _common(self, batch: Batch, slots: Tensor, positions: Tensor) -> CommonAttentionMetadata:
         lengths = np.array([run.stop - run.start for run in batch.runs])
@@ -88,7 +92,14 @@ class Runs:
             positions=positions,
             is_prefilling=torch.ones(len(batch.runs), dtype=torch.bool),
             seq_lens_cpu_upper_bound=ends,
+            req_idx=self._owners(batch),
         )
+
+    @staticmethod
+    def _owners(batch: Batch) -> np.ndarray:
+        """int64 [runs]: the job each belongs to; runs of one job share their keys."""
+        numbers = {job: number for number, (job, _) in enumerate(batch.parts)}
+        return np.array([numbers[run.job] for run in batch.runs])
 
     def _block_table(self, batch: Batch) -> Tensor:
         """int32 [runs, blocks of the longest job]."""

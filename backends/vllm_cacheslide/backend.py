@@ -6,14 +6,16 @@ receipt, or scores.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from os import PathLike, fspath
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -30,13 +32,14 @@ from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import BackendError, ContextOverflowError, RequestError
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy, Population
+from cacheslide_agents.policies.canonical import ProfilePaths
 from cacheslide_agents.policies.draft import Prompt
 from cacheslide_agents.policies.planner import dense_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from vllm_cacheslide.engine import EngineThread
 from vllm_cacheslide.forced import FORCED
 from vllm_cacheslide.launch import engine_args
-from vllm_cacheslide.params import sampling_params, token_logprobs
+from vllm_cacheslide.params import sampling_params, score_rows, token_logprobs
 from vllm_cacheslide.settings import GIB
 from vllm_cacheslide.wire import Annotation
 
@@ -46,10 +49,14 @@ _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort"
 class VllmBackend:
     """Answers prompts with a vLLM engine; requests of all callers are batched.
 
-    `model` is a local folder, a hub id or an alias. `store_bytes` bounds the page store of every
-    worker. `attention`: see `Settings`. `options` are vLLM's `EngineArgs` (`max_model_len`,
-    `enforce_eager`, `tensor_parallel_size`, ...). Where the engine runs is vLLM's own choice:
-    with `VLLM_ENABLE_V1_MULTIPROCESSING=0` in this process, else in others.
+    `model` is a local folder, a hub id or an alias. `store_bytes` bounds the memory of every
+    worker's page store. With `store_path`, a folder for this backend alone, contexts outlive the
+    engine: what leaves memory, and at `close` all of it, goes there, up to `disk_bytes` for every
+    worker. `eviction`, `ttl_s`, `namespace_quota_bytes`, `prefetch` and `attention`: see
+    `Settings`. `profiles` are files of `cacheslide calibrate`, or folders of them, for a CoPE
+    model. `options` are vLLM's `EngineArgs` (`max_model_len`, `enforce_eager`,
+    `tensor_parallel_size`, ...). Where the engine runs is vLLM's own choice: with
+    `VLLM_ENABLE_V1_MULTIPROCESSING=0` in this process, else in others.
     """
 
     def __init__(
@@ -59,10 +66,27 @@ class VllmBackend:
         dtype: str = "auto",
         policy: Policy | None = None,
         store_bytes: int = 4 * GIB,
+        store_path: str | PathLike[str] | None = None,
+        disk_bytes: int = 64 * GIB,
+        eviction: str = "slide",
+        ttl_s: float | None = None,
+        namespace_quota_bytes: int | None = None,
+        prefetch: int | None = None,
         attention: str = "runs",
+        profiles: ProfilePaths = (),
         **options: Any,
     ) -> None:
-        extra = {"store_bytes": store_bytes, "attention": attention}
+        extra = {
+            "store_bytes": store_bytes,
+            "store_path": None if store_path is None else fspath(store_path),
+            "disk_bytes": disk_bytes,
+            "eviction": eviction,
+            "ttl_s": ttl_s,
+            "namespace_quota_bytes": namespace_quota_bytes,
+            "prefetch": prefetch,
+            "attention": attention,
+            "profiles": _paths(profiles),
+        }
         args = engine_args(model, extra, {"dtype": dtype, **options})
         self._policy: Policy = policy if policy is not None else CacheSlide()
         self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
@@ -101,7 +125,7 @@ class VllmBackend:
         ttft_s = 0.0
         for output in self._thread.stream(request.request_id, request.prompt_ids, params):
             ttft_s = ttft_s or perf_counter() - started
-            rows += _rows(output.outputs[0].logprobs, self._vocabulary)
+            rows += score_rows(output.outputs[0].logprobs, self._vocabulary)
         return Scores(np.stack(rows), self._receipt(request, policy, ttft_s))
 
     def warm(self, request: GenerationRequest) -> None:
@@ -123,10 +147,18 @@ class VllmBackend:
     def refresh(self, session: str) -> None:
         """A hint this backend does not act on yet: the next dense turn refreshes."""
 
+    def forget_prefixes(self) -> None:
+        """Empty vLLM's own prefix cache; what we have stored stays. No request may be open."""
+        self._thread.forget_prefixes()
+
     def metrics(self) -> Mapping[str, float]:
         return cast(Mapping[str, float], self._rpc("cacheslide_metrics"))
 
     def close(self) -> None:
+        """Write what is stored to SSD, if there is such a tier, and end the engine."""
+        with suppress(Exception):  # it has ended already, by itself or by an earlier call
+            self._rpc("cacheslide_off")  # a step lies between two calls, in which the last is kept
+            self._rpc("cacheslide_flush")
         self._thread.close()
 
     def _prepared(self, request: GenerationRequest) -> tuple[Policy, SamplingParams]:
@@ -155,7 +187,10 @@ class VllmBackend:
         try:
             async for output in outputs:
                 ttft_s = ttft_s or perf_counter() - started
-                for chunk in self._told(request, policy, output, ttft_s):
+                told = self._told(request, policy, output, ttft_s)
+                ended = any(answer.finish_reason is not None for answer in output.outputs)
+                # the receipt is asked of the engine between two steps; the loop has others to serve
+                for chunk in await asyncio.to_thread(list, told) if ended else told:
                     yield chunk
         finally:
             await outputs.aclose()  # type: ignore[attr-defined]
@@ -238,11 +273,5 @@ class VllmBackend:
         return len(array)
 
 
-def _rows(flat: Any, vocabulary: int) -> list[npt.NDArray[np.float32]]:
-    """One row [vocabulary] per position of vLLM's flat log-probabilities."""
-    rows = []
-    for start, stop in zip(flat.start_indices, flat.end_indices, strict=True):
-        row = np.full(vocabulary, -np.inf, dtype=np.float32)
-        row[flat.token_ids[start:stop]] = flat.logprobs[start:stop]
-        rows.append(row)
-    return rows
+def _paths(given: ProfilePaths) -> list[str]:
+    return [fspath(each) for each in ([given] if isinstance(given, (str, PathLike)) else given)]

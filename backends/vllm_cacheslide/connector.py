@@ -6,25 +6,28 @@ that never raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
+from cacheslide_agents.errors import StoreError
 from cacheslide_agents.policies.cost import CostModel
 from vllm_cacheslide.assembly import assemble
+from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.guard import guarded, log
 from vllm_cacheslide.identity import fingerprint
-from vllm_cacheslide.metrics import STORED, PrometheusMetrics, Stats
+from vllm_cacheslide.metrics import PrometheusMetrics, Stats
 from vllm_cacheslide.orders import StepOrders, StepResults
 from vllm_cacheslide.planning import Planning
+from vllm_cacheslide.restoring import Found, held_by_all
 from vllm_cacheslide.scheduling import Scheduling
 from vllm_cacheslide.settings import Settings
 from vllm_cacheslide.stamp import stamp_of_server
@@ -60,7 +63,13 @@ class CacheSlideConnector(KVConnectorBase_V1):
         if role is KVConnectorRole.SCHEDULER:
             cost = CostModel.from_config(vllm_config.model_config.hf_text_config)
             self.scheduling = Scheduling(
-                Planning(cost, fingerprint(vllm_config), self.off),
+                Planning(
+                    cost,
+                    fingerprint(vllm_config),
+                    self.off,
+                    self.settings.one_per_session,
+                    open_profiles(vllm_config.model_config.model, self.settings.profiles),
+                ),
                 vllm_config.scheduler_config.max_num_batched_tokens,
                 stamp_of_server(),
             )
@@ -75,16 +84,26 @@ class CacheSlideConnector(KVConnectorBase_V1):
 
     # The worker's side.
 
-    @guarded(lambda: None)
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Called by our worker class when model and KV cache are there."""
+        """Called by our worker class when model and KV cache are there.
+
+        `StoreError`, which ends the engine's start, when the store's folder cannot be had: another
+        engine writes to it, say. Whatever else is wrong only switches reuse off.
+        """
         if self.off:
             return
         try:
             self.working = assemble(model, self._vllm_config, self._kv_cache_config, self.settings)
+        except StoreError:
+            raise
         except Exception as error:
             self.off = f"{type(error).__name__}: {error}"
             log.warning("CacheSlide is off: %s", self.off)
+
+    @guarded(lambda: None)
+    def get_handshake_metadata(self) -> Found | None:
+        """What this rank's store has from before."""
+        return self.working.restored.found() if self.working is not None else None
 
     @guarded(lambda: None)
     def start_load_kv(self, forward_context: ForwardContext, **_: Any) -> None:
@@ -129,13 +148,9 @@ class CacheSlideConnector(KVConnectorBase_V1):
 
     @guarded(lambda: None)
     def get_kv_connector_stats(self) -> Stats | None:
-        """vLLM adds up all ranks; they did the same, so one speaks."""
-        if self.working is None or get_tensor_model_parallel_rank() != 0:
-            return None
-        news = self.working.receipts.take_news()
-        return (
-            Stats({**news, STORED: self.working.store.metrics()["memory_bytes"]}) if news else None
-        )
+        """vLLM adds up all ranks."""
+        news = self.working.take_news() if self.working is not None else None
+        return Stats(news) if news else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
@@ -151,6 +166,14 @@ class CacheSlideConnector(KVConnectorBase_V1):
             self.working.store.close()
 
     # The scheduler's side.
+
+    @guarded(lambda: None)
+    def set_xfer_handshake_metadata(
+        self, metadata: Mapping[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Of every rank, before the first request comes."""
+        found = [each for _, each in sorted(metadata.items()) if isinstance(each, Found)]
+        self.scheduling.restore(held_by_all(found))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

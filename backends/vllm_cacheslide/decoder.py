@@ -31,7 +31,6 @@ class Decoder:
         self.head_dim = int(first.head_size)
         parameter = next(self._model.parameters())
         self.device = parameter.device
-        self.rotary = self._layers[0].self_attn.rotary_emb
 
     @property
     def layers(self) -> int:
@@ -52,12 +51,13 @@ class Decoder:
 
     def check_rotary(self, ours: Rotary) -> None:
         """`UnsupportedModelError` unless vLLM turns keys by the angles that we do."""
-        if not getattr(self.rotary, "is_neox_style", False):
+        rotary = self._layers[0].self_attn.rotary_emb
+        if not getattr(rotary, "is_neox_style", False):
             raise UnsupportedModelError("rotary positions in vLLM are interleaved")
-        if self.rotary.rotary_dim != self.head_dim:
+        if rotary.rotary_dim != self.head_dim:
             raise UnsupportedModelError("rotary positions cover only a part of the head")
         probed = torch.tensor(_PROBED)
-        theirs = self.rotary.cos_sin_cache.cpu()[probed].float()
+        theirs = rotary.cos_sin_cache.cpu()[probed].float()
         cos, sin = ours.cos_sin(probed)
         half = self.head_dim // 2
         expected = torch.cat((cos[:, :half], sin[:, :half]), dim=-1)

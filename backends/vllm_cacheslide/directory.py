@@ -18,15 +18,21 @@ from cacheslide_agents.policies.base import Plan
 
 
 class Directory:
-    """A `ContextSource` for plans that are made by tokens alone."""
+    """A `ContextSource` for plans that are made by tokens alone.
 
-    def __init__(self) -> None:
+    `one_per_session`: the stores keep one context of a named session, so one that is about to be
+    superseded is not planned on any more.
+    """
+
+    def __init__(self, one_per_session: bool = False) -> None:
+        self._one_per_session = one_per_session
         self._numbers = count(1)
         self._contexts: dict[int, StoredContext] = {}
         self._number_of: dict[StoredContext, int] = {}
 
     def add(self, context: StoredContext) -> int:
         """Its number, never used before."""
+        self.remove(self._superseded_by(context))
         number = next(self._numbers)
         self._contexts[number] = context
         self._number_of[context] = number
@@ -66,3 +72,13 @@ class Directory:
             "the selector asks for keys, but on vLLM plans are made where only tokens are; "
             "use selectors that look at tokens"
         )
+
+    def _superseded_by(self, context: StoredContext) -> list[int]:
+        """Numbers of its session's earlier contexts, where the stores will drop them."""
+        if not self._one_per_session or context.session is None or context.isolated:
+            return []
+        return [
+            number
+            for number, other in self._contexts.items()
+            if other.key == context.key and other.session == context.session and not other.isolated
+        ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
 from threading import Lock, Thread
+from time import sleep
 from typing import Any
 
 from vllm import RequestOutput, SamplingParams
@@ -22,6 +23,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from cacheslide_agents.errors import BackendError, RequestError
 
 Sink = Callable[[Any], None]
+_TRIES = 1000
+"""Ten seconds of asking."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,15 @@ class EngineThread:
         result: Future[Any] = Future()
         self._put(_Call(work, result))
         return result.result()
+
+    def forget_prefixes(self) -> None:
+        """Empties vLLM's prefix cache. The blocks of what has just ended are in use for a moment;
+        `BackendError` if they stay so."""
+        for _ in range(_TRIES):
+            if self.call(lambda engine: engine.reset_prefix_cache()):
+                return
+            sleep(0.01)
+        raise BackendError("vLLM's prefix cache is in use: let all requests end first")
 
     def close(self) -> None:
         """Ends the engine; open requests fail with `BackendError`. Safe to call twice."""

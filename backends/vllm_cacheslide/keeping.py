@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.pages.base import LayerKV, PageStore, ReusedRun, StoredContext
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.position.base import Position
 from vllm_cacheslide.orders import Keep
 from vllm_cacheslide.paging import PagedCache
 
@@ -22,8 +22,10 @@ from vllm_cacheslide.paging import PagedCache
 class Keeping:
     """Stores contexts from one rank's blocks."""
 
-    def __init__(self, store: PageStore, rotary: Rotary, paged: PagedCache, layers: int) -> None:
-        self._store, self._rotary, self._paged, self._layers = store, rotary, paged, layers
+    def __init__(
+        self, store: PageStore, position: Position, paged: PagedCache, layers: int
+    ) -> None:
+        self._store, self._position, self._paged, self._layers = store, position, paged, layers
 
     def keep(self, order: Keep, contexts: Mapping[int, StoredContext], dense: bool) -> bool:
         """False when the store refused. `dense`: the prefill fell back, nothing was reused."""
@@ -34,7 +36,7 @@ class Keeping:
         with self._store.lease({run.source for run in reused}) as lease:
             rows = _rows_to_read(len(context), reused)
             slots = self._paged.slots(order.blocks, rows)
-            cos, sin = self._rotary.cos_sin(torch.from_numpy(rows).to(self._paged.device))
+            cos, sin = self._position.cos_sin(torch.from_numpy(rows).to(self._paged.device))
             index = torch.from_numpy(rows).to(self._paged.device)
             layers = [
                 self._read(layer, slots, cos, sin, index, len(context))
@@ -46,7 +48,7 @@ class Keeping:
         self, layer: int, slots: Tensor, cos: Tensor, sin: Tensor, index: Tensor, tokens: int
     ) -> LayerKV:
         keys, values = (part.transpose(0, 1) for part in self._paged.read(layer, slots))
-        free = self._rotary.unrotate(keys.float(), cos, sin).to(keys.dtype)
+        free = self._position.unrotate(keys.float(), cos, sin).to(keys.dtype)
         if len(index) == tokens:
             return free, values.contiguous()
         shape = (keys.shape[0], tokens, keys.shape[2])

@@ -14,8 +14,10 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from cacheslide_agents.errors import BackendError
+from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.plugin import CONNECTOR, register
 from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.storage import check_folder
 
 WORKER = "vllm_cacheslide.worker.CacheSlideWorker"
 FORCED_TOKENS = "vllm_cacheslide.forced:ForcedTokens"
@@ -24,8 +26,14 @@ LOCATORS = "cacheslide_agents.models"
 
 
 def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
-    """`extra` are the connector's settings (checked here), `options` any of `EngineArgs`."""
-    Settings.of(extra)
+    """`extra` are the connector's settings (checked here), `options` any of `EngineArgs`.
+
+    `StoreError` when the page store's folder cannot be had; raises as `Profiles` for profiles that
+    are not this model's.
+    """
+    settings, folder = Settings.of(extra), located(model)
+    check_folder(settings)
+    open_profiles(folder, settings.profiles)
     register()
     transfer = KVTransferConfig(
         kv_connector=CONNECTOR,
@@ -40,16 +48,15 @@ def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]
         "max_logprobs": -1,
     }
     try:
-        return EngineArgs(model=str(located(model)), **(ours | dict(options)))
+        return EngineArgs(model=str(folder), **(ours | dict(options)))
     except TypeError as error:
         raise BackendError(f"vLLM's engine takes no such option: {error}") from error
 
 
 def located(model: str) -> Path | str:
     """A folder if some installed backend can find or make one, else the name, for vLLM to find."""
-    if Path(model).expanduser().is_dir():
-        return Path(model).expanduser()
     for entry in entry_points(group=LOCATORS):
         found: Path = entry.load()(model)
         return found
-    return model
+    folder = Path(model).expanduser()
+    return folder if folder.is_dir() else model

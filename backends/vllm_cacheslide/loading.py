@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cacheslide_agents.errors import NonFiniteError
 from cacheslide_agents.pages.base import PageStore, StoredContext, TokenRange
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.position.base import Position
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.rows import Job
 
@@ -35,9 +35,9 @@ class Load:
     """What one job loads: tokens `wanted` bool [n], as far as its blocks do not hold them."""
 
     def __init__(
-        self, job: Job, wanted: np.ndarray, store: PageStore, rotary: Rotary, paged: PagedCache
+        self, job: Job, wanted: np.ndarray, store: PageStore, position: Position, paged: PagedCache
     ) -> None:
-        self._job, self._store, self._rotary, self._paged = job, store, rotary, paged
+        self._job, self._store, self._position, self._paged = job, store, position, paged
         self._pieces = self._cut(wanted)
         # attention kernels may turn NaN into plausible numbers, so what is loaded is summed up
         self._sum = torch.zeros((), dtype=torch.float32, device=paged.device)
@@ -46,10 +46,11 @@ class Load:
         """Raises `PageError` when the store cannot give a page."""
         started = perf_counter()
         for piece in self._pieces:
-            keys, values = self._store.load(piece.source, layer, piece.ranges)
-            device, dtype = self._paged.device, keys.dtype
-            turned = self._rotary.rotate(keys.to(device).float(), piece.cos, piece.sin).to(dtype)
-            values = values.to(device)
+            keys, values = (
+                part.to(self._paged.device, non_blocking=True)
+                for part in self._store.load(piece.source, layer, piece.ranges)
+            )
+            turned = self._position.rotate(keys.float(), piece.cos, piece.sin).to(keys.dtype)
             self._sum += turned.sum(dtype=torch.float32) + values.sum(dtype=torch.float32)
             self._paged.write(
                 layer,
@@ -58,6 +59,11 @@ class Load:
                 values.transpose(0, 1).contiguous(),
             )
         self._job.load_s += perf_counter() - started
+
+    @property
+    def needs_ssd(self) -> bool:
+        """Whether some page is not in memory."""
+        return not all(self._store.in_memory(piece.source) for piece in self._pieces)
 
     def check(self) -> None:
         """`NonFiniteError` if anything loaded was NaN or infinite."""
@@ -84,5 +90,5 @@ class Load:
         places = np.concatenate([piece[0] for piece in pieces])
         ranges = [(int(piece[1, 0]), int(piece[1, -1]) + 1) for piece in pieces]
         slots = self._paged.slots(self._job.blocks, places)
-        cos, sin = self._rotary.cos_sin(torch.from_numpy(places).to(self._paged.device))
+        cos, sin = self._position.cos_sin(torch.from_numpy(places).to(self._paged.device))
         return _Piece(source, ranges, slots, cos, sin)

@@ -1,7 +1,7 @@
 """Our numbers on vLLM's own `/metrics`, and in its periodic log line.
 
-In: what the receipts of rank 0 add up to since the last step. Out: Prometheus counters under vLLM's
-labels, one engine each.
+In: what the receipts of rank 0 and the stores of all ranks add up to since the last step. Out:
+Prometheus counters under vLLM's labels, one engine each.
 """
 
 from __future__ import annotations
@@ -17,26 +17,34 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 STORED = "stored_bytes"
-"""The one number that is a level and not a sum."""
+"""The one family of levels and not of sums."""
 
 _FAMILIES = {
-    "cacheslide_requests": ("outcome", "Annotated requests."),
-    "cacheslide_tokens": ("kind", "Prompt tokens of annotated requests."),
-    "cacheslide_seconds": ("phase", "Time spent on annotated requests."),
+    "requests": (("outcome",), "Annotated requests."),
+    "fallbacks": (("reason",), "Requests answered densely after trouble inside reuse."),
+    "tokens": (("kind",), "Prompt tokens of annotated requests."),
+    "seconds": (("phase",), "Time spent on annotated requests; loading overlaps with computing."),
+    "store_bytes": (("tier", "direction"), "Keys and values moved, all ranks together."),
+    "misses": (("reason",), "Stored contexts that were asked for and are not there."),
+    "store_failures": (("kind",), "Page files that could not be written."),
 }
-"""Name: label and help. A number `family:value` counts in `cacheslide_family` under that label."""
+"""Labels and help. A number `family:value...` counts in `cacheslide_family` under those labels."""
 
 
 class Stats(KVConnectorStats):
-    """`data`: numbers by name, as `Receipts` counts them; see `_FAMILIES`."""
+    """`data`: numbers by name, as `Receipts` and `StoreNews` count them; see `_FAMILIES`."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        level = other.data.get(STORED, self.data.get(STORED))
-        summed = {**(Counter(self.data) + Counter(other.data))}
-        return Stats(summed if level is None else {**summed, STORED: level})
+        levels = {
+            name: value
+            for data in (self.data, other.data)
+            for name, value in data.items()
+            if name.startswith(STORED)
+        }
+        return Stats({**(Counter(self.data) + Counter(other.data)), **levels})
 
     def reduce(self) -> dict[str, int | float]:
         """For the log."""
@@ -59,29 +67,31 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         _unregister()
         self._counters = {
-            name: self._counter_cls(name=name, documentation=help, labelnames=[*labelnames, label])
-            for name, (label, help) in _FAMILIES.items()
+            name: self._counter_cls(
+                name=f"cacheslide_{name}", documentation=help, labelnames=[*labelnames, *labels]
+            )
+            for name, (labels, help) in _FAMILIES.items()
         }
         self._stored = self._gauge_cls(
             name=f"cacheslide_{STORED}",
-            documentation="Keys and values in the page store of rank 0.",
-            labelnames=labelnames,
+            documentation="Keys and values in the page store of one rank.",
+            labelnames=[*labelnames, "tier"],
             multiprocess_mode="mostrecent",
         )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
         for key, value in transfer_stats_data.items():
-            if key == STORED:
-                self._stored.labels(*engine).set(value)
-                continue
-            family, _, label = key.partition(":")
-            self._counters[f"cacheslide_{family}"].labels(*engine, label).inc(value)
+            family, *labels = key.split(":")
+            if family == STORED:
+                self._stored.labels(*engine, *labels).set(value)
+            else:
+                self._counters[family].labels(*engine, *labels).inc(value)
 
 
 def _unregister() -> None:
     """An earlier server's counters give way, as vLLM's own do: names are taken only once."""
-    ours = {*_FAMILIES, f"cacheslide_{STORED}"}
+    ours = {f"cacheslide_{name}" for name in (*_FAMILIES, STORED)}
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", None) in ours:
             REGISTRY.unregister(collector)

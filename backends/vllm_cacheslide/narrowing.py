@@ -17,7 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 
 from cacheslide_agents.errors import ReuseError
 from cacheslide_agents.pages.base import PageStore
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.position.base import Position
 from cacheslide_agents.selection.base import SelectionView
 from vllm_cacheslide.agreement import agree
 from vllm_cacheslide.loading import Load
@@ -28,8 +28,10 @@ from vllm_cacheslide.rows import Job, Rows, batches
 class Narrowing:
     """One job's way through the layers; use once."""
 
-    def __init__(self, layers: LayerPass, rotary: Rotary, store: PageStore, most_rows: int) -> None:
-        self._layers, self._rotary, self._store = layers, rotary, store
+    def __init__(
+        self, layers: LayerPass, position: Position, store: PageStore, most_rows: int
+    ) -> None:
+        self._layers, self._position, self._store = layers, position, store
         self._most_rows = most_rows
 
     def run(self, job: Job) -> None:
@@ -58,9 +60,9 @@ class Narrowing:
                 states.append(self._layers.run(batch, layers, loads))
                 loads = {}
         attempt(job, load.check)
-        cos, sin = self._rotary.cos_sin(self._index(job.rows))
+        cos, sin = self._position.cos_sin(self._index(job.rows))
         rotated = torch.cat(found).transpose(0, 1).float()
-        keys = self._rotary.unrotate(rotated, cos, sin).transpose(0, 1)
+        keys = self._position.unrotate(rotated, cos, sin).transpose(0, 1)
         residuals = [state.residual for state in states if state.residual is not None]
         return State(torch.cat([state.hidden for state in states]), torch.cat(residuals)), keys
 
@@ -71,8 +73,7 @@ class Narrowing:
             index = torch.arange(done, done + len(batch), device=state.hidden.device)
             self._layers.run(batch, layers, loads, state.rows(index))
             loads, done = {}, done + len(batch)
-        for layer in layers if loads else ():  # nothing was computed
-            self._layers.place(layer, loads)
+        self._layers.load(layers, loads)  # where nothing was computed
         load.check()
 
     def _kept(self, job: Job, keys: Tensor) -> Rows:
@@ -121,7 +122,7 @@ class Narrowing:
         return view
 
     def _load(self, job: Job, wanted: np.ndarray) -> Load:
-        return Load(job, wanted, self._store, self._rotary, self._layers.paged)
+        return Load(job, wanted, self._store, self._position, self._layers.paged)
 
     def _index(self, rows: Rows) -> Tensor:
         return torch.from_numpy(rows).to(self._layers.paged.device)

@@ -7,6 +7,7 @@ they were given, so a plan may use a context that an earlier order has yet to st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,6 +19,7 @@ from cacheslide_agents.chunks import Edit
 from cacheslide_agents.pages.base import StoredContext
 from cacheslide_agents.policies.base import Plan
 from cacheslide_agents.policies.work import Work
+from cacheslide_agents.position.profile import CanonicalRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,11 +43,13 @@ class Prefill(Order):
     """Fill `blocks` (ids, in order) with prompt tokens [`start`, n - 1); vLLM does the last one.
 
     `edits`: what lies between the plan's runs, where a `narrow` selector needs to know.
+    `canonical`: rows to compute at their task's usual positions (CCPE).
     """
 
     blocks: tuple[int, ...] = ()
     start: int = 0
     edits: tuple[Edit, ...] = ()
+    canonical: CanonicalRows | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +72,9 @@ class Keep(Order):
 class StepOrders(KVConnectorMetadata):
     """One step's orders; `ended` are requests that nothing more will be ordered for.
 
-    `unfilled`: blocks that were promised, but no order fills them; vLLM has to be told.
+    `unfilled`: blocks that were promised, but no order fills them; vLLM has to be told. `restored`,
+    in an engine's first step: numbers of contexts that every rank's store has had from before, by
+    their names (`restoring`).
     """
 
     keeps: tuple[Keep, ...] = ()
@@ -76,6 +82,7 @@ class StepOrders(KVConnectorMetadata):
     notes: tuple[Note, ...] = ()
     ended: tuple[str, ...] = ()
     unfilled: frozenset[int] = frozenset()
+    restored: Mapping[str, int] | None = None
 
     @property
     def blocks(self) -> set[int]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -70,6 +72,16 @@ def token_logprobs(
         top = tuple((id_, each.logprob) for id_, each in ranked[:alternatives])
         told.append(TokenLogprob(token, position[token].logprob, top))
     return tuple(told)
+
+
+def score_rows(flat: Any, vocabulary: int) -> list[npt.NDArray[np.float32]]:
+    """One row [vocabulary] per position of vLLM's flat log-probabilities."""
+    rows = []
+    for start, stop in zip(flat.start_indices, flat.end_indices, strict=True):
+        row = np.full(vocabulary, -np.inf, dtype=np.float32)
+        row[flat.token_ids[start:stop]] = flat.logprobs[start:stop]
+        rows.append(row)
+    return rows
 
 
 def _structured(grammar: Grammar) -> StructuredOutputsParams:

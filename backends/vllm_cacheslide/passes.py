@@ -1,4 +1,4 @@
-"""A batch of rows through some of the layers, what it loads placed just ahead of it.
+"""A batch of rows through some of the layers, what it loads placed ahead of it.
 
 In: a batch, a range of layers, hidden states where the range does not start at the embedding. Out:
 hidden states. Trouble of one job is written down in it and does not disturb the others.
@@ -6,7 +6,8 @@ hidden states. Trouble of one job is written down in it and does not disturb the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.errors import NonFiniteError
+from cacheslide_agents.pages.loader import AheadLoader, Fill, InlineLoader, Loader
 from vllm_cacheslide.attention import RowAttention
 from vllm_cacheslide.decoder import Decoder
 from vllm_cacheslide.loading import Load
@@ -23,6 +25,8 @@ from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.rows import Batch, Job
 
 Loads = Mapping[Job, Load]
+DEPTH = 4
+"""Layers that loads may be ahead, where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -52,39 +56,85 @@ def attempt(job: Job, step: Callable[[], object]) -> None:
 
 
 class LayerPass:
-    """One rank's layers over its paged cache."""
+    """One rank's layers over its paged cache.
 
-    def __init__(self, decoder: Decoder, paged: PagedCache, attention: RowAttention) -> None:
+    `prefetch`: layers that loads are ahead of computation, in a thread (on CUDA a stream) of their
+    own; `None`: where pages come from SSD or go to a device.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        paged: PagedCache,
+        attention: RowAttention,
+        prefetch: int | None = None,
+    ) -> None:
         self.decoder, self.paged, self.attention = decoder, paged, attention
+        self._prefetch = prefetch
 
     def run(self, batch: Batch, layers: range, loads: Loads, state: State | None = None) -> State:
         """`state` [rows of the batch]; `None` where `layers` start with the embedding."""
-        started, loaded = perf_counter(), _load_s(loads)
+        started = perf_counter()
         places = np.concatenate([rows for _, rows in batch.parts])
         positions = torch.from_numpy(places).to(self.paged.device)
         slots = torch.cat([self.paged.slots(job.blocks, rows) for job, rows in batch.parts])
         state = state or self._embedded(batch)
-        with self.attention.entered(batch, slots, positions):
-            for layer in layers:
-                self.place(layer, loads)
+        with (
+            self.attention.entered(batch, slots, positions),
+            self._loading(layers, loads) as loader,
+        ):
+            for at, layer in enumerate(layers):
+                loader.enter(at)
+                loader.wait(at)
                 state = State(*self.decoder.layer(layer, positions, state.hidden, state.residual))
         finite = state.finite()
-        seconds = perf_counter() - started - (_load_s(loads) - loaded)
+        seconds = perf_counter() - started - loader.wait_s
         _account(batch, len(layers), finite, seconds)
         return state
 
-    def place(self, layer: int, loads: Loads) -> None:
-        for job, load in loads.items():
-            if not job.trouble:
-                attempt(job, partial(load.place, layer))
+    def load(self, layers: range, loads: Loads) -> None:
+        """Where no row is left to compute."""
+        with self._loading(layers, loads) as loader:
+            for at in range(len(layers)):
+                loader.enter(at)
+                loader.wait(at)
+
+    @contextmanager
+    def _loading(self, layers: range, loads: Loads) -> Iterator[Loader]:
+        """Loads of `layers`, ahead of computation where that gains something.
+
+        Rows that are computed are not loaded, so the two never write to one slot.
+        """
+        loader = self._loader(lambda at: _place(layers[at], loads), len(layers), loads)
+        before = {job: job.load_s for job in loads}
+        try:
+            yield loader
+        finally:
+            loader.close()
+        spent = {job: job.load_s - before[job] for job in loads}
+        total = sum(spent.values())
+        for job in loads if total else ():
+            job.wait_s += loader.wait_s * spent[job] / total
+
+    def _loader(self, fill: Fill, layers: int, loads: Loads) -> Loader:
+        on_device = self.paged.device.type == "cuda"
+        depth = self._prefetch
+        if depth is None:
+            gains = on_device or any(load.needs_ssd for load in loads.values())
+            depth = DEPTH if gains else 0
+        if not depth or not loads:
+            return InlineLoader(fill)
+        return AheadLoader(fill, layers, depth, self.paged.device if on_device else None)
 
     def _embedded(self, batch: Batch) -> State:
         ids = np.concatenate([job.plan.ids[rows] for job, rows in batch.parts])
         return State(self.decoder.embed(torch.from_numpy(ids).to(self.paged.device)))
 
 
-def _load_s(loads: Loads) -> float:
-    return sum(job.load_s for job in loads)
+def _place(layer: int, loads: Loads) -> None:
+    for job, load in loads.items():
+        if not job.trouble:
+            attempt(job, partial(load.place, layer))
 
 
 def _account(batch: Batch, layers: int, finite: np.ndarray, seconds: float) -> None:

@@ -13,14 +13,17 @@ from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cacheslide_agents.chunks import Edit
 from cacheslide_agents.errors import CacheSlideError, RequestError, ReuseError
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies.base import Plan, Population, Reuse
+from cacheslide_agents.policies.canonical import Profiles, still_exact
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.draft import Prompt
 from cacheslide_agents.policies.planner import dense_plan, make_plan
+from cacheslide_agents.position.profile import CanonicalRows
 from vllm_cacheslide.directory import Directory
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.wire import Annotation
@@ -37,7 +40,7 @@ class Planned:
     """One annotated request on its way. `start`: prompt tokens vLLM had when it was last asked.
 
     `ordered` is set once the workers were told to prefill it. `keeper`: of several answers to one
-    prompt, the one whose keys and values are stored.
+    prompt, the one whose keys and values are stored. `canonical`: rows that a profile is used for.
     """
 
     annotation: Annotation
@@ -49,6 +52,7 @@ class Planned:
     edits: tuple[Edit, ...] = ()
     start: int = 0
     ordered: bool = False
+    canonical: CanonicalRows | None = None
 
     @property
     def length(self) -> int:
@@ -62,7 +66,8 @@ class Planned:
 
     def takes_over(self, local: int) -> bool:
         """Whether our workers prefill the prompt, of which vLLM has `local` tokens itself."""
-        if not self.plan.runs or local >= self.length - 1:
+        ours = bool(self.plan.runs) or self.canonical is not None
+        if not ours or local >= self.length - 1:
             return False
         if self.salt is not None:
             return True
@@ -76,22 +81,33 @@ class Planned:
 
 
 class Planning:
-    """`off` says why nothing is reused; empty when it is."""
+    """`off` says why nothing is reused; empty when it is. `one_per_session`: see `Directory`."""
 
-    def __init__(self, cost: CostModel, fingerprint: str, off: str) -> None:
-        self.cost, self.off = cost, off
-        self.directory = Directory()
+    def __init__(
+        self,
+        cost: CostModel,
+        fingerprint: str,
+        off: str,
+        one_per_session: bool = False,
+        profiles: Profiles | None = None,
+    ) -> None:
+        self.cost, self.off, self._profiles = cost, off, profiles
+        self.directory = Directory(one_per_session)
         self._fingerprint = fingerprint
 
     def plan(self, request: Request, annotation: Annotation) -> Planned:
         """Dense, with the reason, where a plan cannot be made or carried out."""
         started = perf_counter()
         edits: tuple[Edit, ...] = ()
+        canonical: CanonicalRows | None = None
         if annotation.dropped:
             return _dropped(request, annotation)
         try:
             plan = self._made(request, annotation)
             sources = self.directory.sources(plan)
+            canonical = self._canonical(plan, annotation.task)
+            if canonical is not None:
+                plan = replace(plan, exact=still_exact(plan, canonical))
             if plan.view is not None:
                 edits = plan.view.edits
                 plan = replace(plan, view=None)  # it holds functions, which cannot travel
@@ -99,11 +115,14 @@ class Planning:
             if not isinstance(error, CacheSlideError):
                 log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
             why = f"{type(error).__name__}: {error}"
-            plan, sources = _fallback(request, annotation, why), ()
-        salted = bool(plan.runs and not plan.exact.all()) or plan.policy.reuse is Reuse.NOTHING
+            plan, sources, canonical = _fallback(request, annotation, why), (), None
+        approximate = bool(plan.runs) or canonical is not None
+        salted = (approximate and not plan.exact.all()) or plan.policy.reuse is Reuse.NOTHING
         salt = f"cacheslide-{uuid4().hex}" if salted else None
         plan_s = perf_counter() - started
-        return Planned(annotation, plan, sources, plan_s, salt, keeper=True, edits=edits)
+        return Planned(
+            annotation, plan, sources, plan_s, salt, keeper=True, edits=edits, canonical=canonical
+        )
 
     def left_behind(self, request: Request, planned: Planned) -> StoredContext | None:
         """What the request's blocks hold; nothing when it was cut off in its prefill."""
@@ -144,6 +163,11 @@ class Planning:
         if not np.array_equal(plan.positions, np.arange(len(ids))):
             raise ReuseError(f"policy {policy.name!r} leaves gaps between positions; vLLM has none")
         return plan
+
+    def _canonical(self, plan: Plan, task: str) -> CanonicalRows | None:
+        if self._profiles is None:
+            return None
+        return self._profiles.place(plan, task, torch.device("cpu"))
 
     def _key(self, annotation: Annotation) -> ContextKey:
         return ContextKey(self._fingerprint, annotation.namespace, annotation.task)

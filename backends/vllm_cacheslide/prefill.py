@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from cacheslide_agents.pages.base import PageStore
-from cacheslide_agents.position.rotary import Rotary
+from cacheslide_agents.position.base import Position
 from vllm_cacheslide.loading import Load
 from vllm_cacheslide.narrowing import Narrowing
 from vllm_cacheslide.passes import LayerPass, attempt
@@ -20,14 +20,14 @@ from vllm_cacheslide.rows import Job, batches
 class SelectivePrefill:
     """`most_rows`: rows that go through the layers together."""
 
-    def __init__(self, layers: LayerPass, rotary: Rotary, most_rows: int) -> None:
-        self.layers, self._rotary, self._most_rows = layers, rotary, most_rows
+    def __init__(self, layers: LayerPass, position: Position, most_rows: int) -> None:
+        self.layers, self._position, self._most_rows = layers, position, most_rows
 
     def run(self, jobs: Sequence[Job], store: PageStore) -> None:
         self._run_static([job for job in jobs if job.plan.narrow is None], store)
         for job in jobs:
             if job.plan.narrow is not None:
-                narrowing = Narrowing(self.layers, self._rotary, store, self._most_rows)
+                narrowing = Narrowing(self.layers, self._position, store, self._most_rows)
                 attempt(job, partial(narrowing.run, job))
 
     def _run_static(self, jobs: Sequence[Job], store: PageStore) -> None:
@@ -35,13 +35,12 @@ class SelectivePrefill:
         loads: dict[Job, Load] = {}
         for job in jobs:
             wanted = job.plan.hit & ~job.plan.active
-            loads[job] = Load(job, wanted, store, self._rotary, self.layers.paged)
+            loads[job] = Load(job, wanted, store, self._position, self.layers.paged)
         layers = range(self.layers.decoder.layers)
         pending = loads
         for batch in batches(jobs, self._most_rows):
             self.layers.run(batch, layers, pending)
             pending = {}
-        for layer in layers if pending else ():  # nothing was computed
-            self.layers.place(layer, pending)
+        self.layers.load(layers, pending)  # where nothing was computed
         for job, load in loads.items():
             attempt(job, load.check)

@@ -31,9 +31,12 @@ class Receipts:
                 "reused_tokens": receipt.reused_tokens,
                 "active_tokens": receipt.active_tokens,
                 "load_s": receipt.load_s,
+                "wait_s": receipt.wait_s,
                 "compute_s": receipt.compute_s,
             }
         )
+        if receipt.outcome == "fallback":
+            self._totals[f"fallback_{_kind(receipt.reason)}"] += 1
         self._news.update(_counted(receipt))
         self._latest.pop(receipt.request_id, None)
         self._latest[receipt.request_id] = receipt
@@ -53,12 +56,22 @@ class Receipts:
 
 
 def _counted(receipt: Receipt) -> dict[str, Any]:
-    return {
+    counted = {
         f"requests:{receipt.outcome}": 1,
         "tokens:prompt": receipt.prompt_tokens,
         "tokens:reused": receipt.reused_tokens,
         "tokens:active": receipt.active_tokens,
         "seconds:plan": receipt.plan_s,
         "seconds:load": receipt.load_s,
+        "seconds:wait": receipt.wait_s,
         "seconds:compute": receipt.compute_s,
     }
+    if receipt.outcome == "fallback":
+        counted[f"fallbacks:{_kind(receipt.reason)}"] = 1
+    return counted
+
+
+def _kind(reason: str) -> str:
+    """The name of the error that a reason begins with: what a client writes names no counter."""
+    name = reason.partition(":")[0]
+    return name if name.isidentifier() else "other"

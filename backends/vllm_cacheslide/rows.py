@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from cacheslide_agents.chunks import Edit
 from cacheslide_agents.policies.base import Plan
+from cacheslide_agents.position.profile import CanonicalRows
 
 Rows = npt.NDArray[np.int64]
 
@@ -24,7 +25,9 @@ class Job:
 
     `rows`: the positions to compute, ascending; at the end those of the last layer. `edits`: what
     lies between the plan's runs. `rows_per_layer` is empty where all layers run the same rows.
-    `trouble` says why what was computed cannot be used; empty while it can.
+    `trouble` says why what was computed cannot be used; empty while it can. `load_s` may overlap
+    with `compute_s`; `wait_s` is the part of it that computing stood still for. `canonical`: rows
+    that are computed at their task's usual positions (CCPE).
     """
 
     engine_id: str
@@ -36,9 +39,11 @@ class Job:
     edits: tuple[Edit, ...] = ()
     trouble: str = ""
     load_s: float = 0.0
+    wait_s: float = 0.0
     compute_s: float = 0.0
     pairs: int = 0
     rows_per_layer: tuple[int, ...] = ()
+    canonical: CanonicalRows | None = None
 
     def fail(self, error: Exception) -> None:
         """The first trouble counts."""

@@ -7,13 +7,14 @@ every rank must follow the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cacheslide_agents.errors import CacheSlideError
+from cacheslide_agents.pages.base import StoredContext
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.orders import Keep, Note, Prefill, StepOrders, StepResults
 from vllm_cacheslide.planning import (
@@ -46,6 +47,12 @@ class Scheduling:
         self._prefills: list[Prefill] = []
         self._notes: list[Note] = []
         self._ended: list[str] = []
+        self._restored: dict[str, int] | None = None
+
+    def restore(self, found: Mapping[str, StoredContext]) -> None:
+        """Contexts, by name, that every rank's store has had from before; the oldest first."""
+        directory = self._planning.directory
+        self._restored = {name: directory.add(context) for name, context in found.items()}
 
     def arrived(self, request: Request) -> None:
         """Plan an annotated request, and keep its blocks apart if they will not be exact."""
@@ -90,11 +97,13 @@ class Scheduling:
                     blocks=tuple(blocks),
                     start=planned.start,
                     edits=planned.edits,
+                    canonical=planned.canonical,
                 )
             )
         elif not planned.ordered:
             if planned.takes_over(planned.start):
                 planned.plan, planned.sources = left_to_vllm(request, planned.plan), ()
+                planned.canonical = None
             self._notes.append(Note(*planned.order(request), start=planned.start))
         planned.ordered = True
 
@@ -131,8 +140,13 @@ class Scheduling:
     def take_orders(self) -> StepOrders:
         """What was decided since the last step."""
         orders = StepOrders(
-            tuple(self._keeps), tuple(self._prefills), tuple(self._notes), tuple(self._ended)
+            tuple(self._keeps),
+            tuple(self._prefills),
+            tuple(self._notes),
+            tuple(self._ended),
+            restored=self._restored,
         )
+        self._restored = None
         self._keeps, self._prefills, self._notes, self._ended = [], [], [], []
         self._rows = 0
         return orders

@@ -13,21 +13,32 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from cacheslide_agents.errors import RequestError
+from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.launch import WORKER, located
 from vllm_cacheslide.plugin import CONNECTOR, PLUGIN, register
 from vllm_cacheslide.settings import Settings
 from vllm_cacheslide.stamp import make_stamp
+from vllm_cacheslide.storage import check_folder
 
 _OURS = ("--model", "--kv-transfer-config", "--worker-cls")
+WRITING_S = 60
+"""Seconds that a server may take to end, so that its workers can write what they have stored; vLLM
+would kill them at once. A flag or a variable of the user's replaces it."""
 _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 
 
 def serve(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> None:
     """`model`: alias, local folder or hub id; clients know it by that name.
 
-    Raises `RequestError` for a setting that is wrong and for flags that we set ourselves.
+    Raises `RequestError` for a setting that is wrong and for flags that we set ourselves, and
+    `StoreError` when the page store's folder cannot be had, and as `Profiles` for profiles that are
+    not this model's.
     """
     argv = arguments(model, flags, settings)
+    checked = Settings.of(settings)
+    check_folder(checked)
+    open_profiles(located(model), checked.profiles)
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(WRITING_S))
     os.environ["VLLM_PLUGINS"] = ",".join(plugins(os.environ.get("VLLM_PLUGINS")))
     make_stamp()
     register()
@@ -56,6 +67,8 @@ def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> 
     }
     ours = ["--model", str(located(model)), "--served-model-name", model]
     ours += ["--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER]
+    if settings.get("store_path") is not None:
+        ours += ["--shutdown-timeout", str(WRITING_S)]
     return [*ours, *flags]
 
 

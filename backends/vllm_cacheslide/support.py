@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from cacheslide_agents.errors import UnsupportedModelError
+from cacheslide_agents.position.base import Position
+from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.rotary import Rotary
+from vllm_cacheslide.cope.config import MODEL_TYPE as COPE
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 TESTED_VERSIONS = ("0.32",)
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", COPE)
 
 
 def why_not(config: VllmConfig) -> str:
@@ -39,10 +42,15 @@ def why_not(config: VllmConfig) -> str:
     if model_type not in MODEL_TYPES:
         return f"model type {model_type!r} is not one of {', '.join(MODEL_TYPES)}"
     try:
-        Rotary.from_config(model.hf_text_config)
+        position_of(model.hf_text_config)
     except UnsupportedModelError as error:
         return str(error)
     return ""
+
+
+def position_of(config: Any) -> Position:
+    """What a transformers config says of positions. `UnsupportedModelError` if we cannot."""
+    return Contextual() if config.model_type == COPE else Rotary.from_config(config)
 
 
 def version_note() -> str:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.platforms import current_platform
 
+from cacheslide_agents.errors import StoreError
 from vllm_cacheslide.connector import CacheSlideConnector
+from vllm_cacheslide.guard import log
 from vllm_cacheslide.working import Working
 
 if TYPE_CHECKING:
@@ -42,6 +44,15 @@ class CacheSlideWorker(_Worker):
     def cacheslide_metrics(self) -> Mapping[str, float]:
         working = self._working()
         return {**working.store.metrics(), **working.receipts.totals()} if working else {}
+
+    def cacheslide_flush(self) -> None:
+        """Write what is not on SSD yet; trouble is only logged. Shutting down may be cut short."""
+        working = self._working()
+        try:
+            if working:
+                working.store.flush()
+        except StoreError as error:
+            log.warning("CacheSlide: %s", error)
 
     def cacheslide_off(self) -> str:
         """Why there is no reuse; empty when there is."""

@@ -7,12 +7,14 @@ densely, a keep that fails is given up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from cacheslide_agents.pages.base import PageStore, StoredContext
+from cacheslide_agents.errors import NonFiniteError
+from cacheslide_agents.pages.base import StoredContext
+from cacheslide_agents.pages.slide import SlideStore
 from cacheslide_agents.policies.base import Plan, PlannedRun
 from cacheslide_agents.policies.planner import dense_plan
 from cacheslide_agents.policies.receipts import build_receipt
@@ -23,7 +25,9 @@ from vllm_cacheslide.keeping import Keeping
 from vllm_cacheslide.orders import Keep, Note, Order, Prefill, StepOrders, StepResults
 from vllm_cacheslide.prefill import SelectivePrefill
 from vllm_cacheslide.receipts import Receipts
+from vllm_cacheslide.restoring import Restored
 from vllm_cacheslide.rows import Job
+from vllm_cacheslide.storage import Rank, StoreNews
 
 
 class Working:
@@ -31,14 +35,17 @@ class Working:
 
     def __init__(
         self,
-        store: PageStore,
+        store: SlideStore,
         prefill: SelectivePrefill,
         keeping: Keeping,
         receipts: Receipts,
+        restored: Restored,
+        rank: Rank,
         layers: int,
     ) -> None:
-        self.store, self.receipts = store, receipts
+        self.store, self.receipts, self.restored = store, receipts, restored
         self._prefill, self._keeping, self._layers = prefill, keeping, layers
+        self._rank, self._stored, self._acted = rank, StoreNews(store), False
         self._contexts: dict[int, StoredContext] = {}
         self._fallen: set[str] = set()
         self._lost: set[int] = set()
@@ -46,6 +53,9 @@ class Working:
 
     def carry_out(self, orders: StepOrders) -> set[int]:
         """Block ids that could not be filled at all; empty unless even dense prefill failed."""
+        self._acted |= bool(orders.keeps or orders.prefills or orders.notes)
+        if orders.restored is not None:
+            self._contexts.update(self.restored.take(orders.restored))
         for keep in orders.keeps:
             self._keep(keep)
         if orders.keeps:
@@ -60,10 +70,20 @@ class Working:
         self._lost, self._observed = set(), []
         return results
 
+    def take_news(self) -> dict[str, float]:
+        """Since the last step that had orders, under our metrics' names; of this rank's store, and
+        of the receipts, which are alike on all ranks, if it is the first.
+        """
+        if not self._acted:
+            return {}
+        self._acted = False
+        told = self.receipts.take_news() if self._rank.head_rank == 0 else {}
+        return self._stored.take() | told
+
     def _keep(self, order: Keep) -> None:
         dense = order.engine_id in self._fallen
-        context = order.context
-        assert context is not None
+        assert order.context is not None
+        context = replace(order.context, key=self._rank.own(order.context.key))
         if dense:
             context = replace(context, exact=np.ones(len(context), dtype=np.bool_))
         try:
@@ -78,17 +98,8 @@ class Working:
 
     def _find_lost(self) -> None:
         """A new context may have driven out others."""
-        stored: set[StoredContext] = set()
-        for key in {context.key for context in self._contexts.values()}:
-            stored.update(self.store.find(key))
-        gone = {
-            number
-            for number, context in self._contexts.items()
-            if context not in stored
-            and not (
-                context.isolated and self.store.find_isolated(context.key, context.ids) is context
-            )
-        }
+        stored = set(self.store.contexts())
+        gone = {n for n, context in self._contexts.items() if context not in stored}
         self._lost |= gone
         for number in gone:
             del self._contexts[number]
@@ -112,10 +123,22 @@ class Working:
                 self._fallen.add(order.engine_id)
             else:
                 self._tell(job, order)
+        self._drop_sources(again)
         self._attempt(list(again))
         for job, order in again.items():
             self._tell(job, order)
         return {block for job in again if job.trouble for block in job.blocks}
+
+    def _drop_sources(self, again: Mapping[Job, Prefill]) -> None:
+        """So that nobody meets their trouble again: the store has dropped pages that are torn, but
+        cannot know which ones are not finite.
+        """
+        for job, order in again.items():
+            if job.plan.reason.startswith(NonFiniteError.__name__):
+                numbers = {number for number in order.sources if number in self._contexts}
+                self.store.remove(self._contexts[number] for number in numbers)
+        if again:
+            self._find_lost()
 
     def _attempt(self, jobs: list[Job]) -> None:
         """Trouble that is nobody's in particular is everybody's."""
@@ -139,7 +162,7 @@ class Working:
         active = plan.active
         if plan.narrow is not None:
             active = active | (np.arange(len(active)) >= plan.head)
-        return self._made(order, plan, active, trouble)
+        return replace(self._made(order, plan, active, trouble), canonical=order.canonical)
 
     def _dense_job(self, order: Prefill, why: str) -> Job:
         """`start` stays: what vLLM had of the prompt is its own, exact."""
@@ -180,13 +203,16 @@ class Working:
             rows_per_layer=per_layer,
             plan_s=order.plan_s,
             load_s=job.load_s,
+            wait_s=job.wait_s,
             compute_s=job.compute_s,
         )
+        if job.canonical is not None:
+            receipt = replace(receipt, ccpe=job.canonical.tokens)
         if not order.sibling:
             self.receipts.add(receipt)
         if not job.trouble and job.plan.outcome != "fallback":
             work = Work.measured(job.plan, per_layer, float(job.pairs))
-            self._observed.append((work, order.plan_s + job.load_s + job.compute_s))
+            self._observed.append((work, order.plan_s + job.wait_s + job.compute_s))
 
     def _note(self, order: Note) -> None:
         if order.sibling:

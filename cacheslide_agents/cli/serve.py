@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cacheslide_agents.cli import options
 from cacheslide_agents.errors import BackendError, RequestError
 
 FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -29,8 +31,24 @@ def serve(
     policy: Annotated[
         str, typer.Option(help="Reuse policy of requests that name none.")
     ] = "cacheslide",
-    store_gib: Annotated[float, typer.Option(min=0.0, help="Page store of every worker.")] = 4.0,
+    store_gib: Annotated[
+        float, typer.Option(min=0.0, help="Memory of every worker's page store.")
+    ] = 4.0,
+    store_path: Annotated[
+        Path | None, typer.Option(help="Folder for contexts that outlive the server.")
+    ] = None,
+    disk_gib: Annotated[float, typer.Option(min=0.0, help="Of every worker in there.")] = 64.0,
+    eviction: Annotated[
+        str, typer.Option(help="What leaves memory first: slide, lru_write_through, ...")
+    ] = "slide",
+    ttl_s: Annotated[
+        float | None, typer.Option(help="Seconds after its last use that a context goes.")
+    ] = None,
+    namespace_gib: Annotated[
+        float | None, typer.Option(min=0.0, help="Most that one namespace may keep in a worker.")
+    ] = None,
     attention: Annotated[str, typer.Option(help="Of active rows: runs or masked.")] = "runs",
+    profiles: options.Profiles = None,
     tenant_header: Annotated[
         str, typer.Option(help="Header that tells tenants apart, besides their API keys.")
     ] = "",
@@ -44,7 +62,13 @@ def serve(
     settings = {
         "policy": policy,
         "store_bytes": int(store_gib * GIB),
+        "store_path": None if store_path is None else str(store_path.expanduser().absolute()),
+        "disk_bytes": int(disk_gib * GIB),
+        "eviction": eviction,
+        "ttl_s": ttl_s,
+        "namespace_quota_bytes": None if namespace_gib is None else int(namespace_gib * GIB),
         "attention": attention,
+        "profiles": [str(each.expanduser().absolute()) for each in profiles or ()],
         "tenant_header": tenant_header,
     }
     _server()(model, context.args, settings)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,19 +16,21 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from time import sleep
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.backend import GenerationRequest, Receipt, Sampling
+from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.pages.base import ContextKey
 from cacheslide_agents.policies.base import Policy
 
 MISSING = "" if find_spec("vllm") else "vLLM is not installed"
 VOCABULARY = 512
 TOKENS = 12
+PROFILED = "profiled"
+"""The task that has a CCPE profile."""
 BLOCK = 128
 """Tokens of a block of vLLM's, whatever a platform's own choice is."""
 
@@ -49,6 +52,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_gpu_blocks_override": 26,  # several requests at once do not fit
     },
     "ranks": {"max_num_batched_tokens": 2048, "tensor_parallel_size": 2},
+    "cope": {"max_num_batched_tokens": 256, "gpu_memory_utilization": 0.1},
 }
 
 
@@ -82,19 +86,27 @@ def _started(name: str) -> Any:
 
 
 def _start(name: str) -> Any:
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `on_ranks` sends functions
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if name == "inside" else "1"
     from vllm.envs import disable_envs_cache
 
-    from vllm_cacheslide.backend import VllmBackend
-
     disable_envs_cache()  # an engine in this process has had it remember where engines run
-    backend = VllmBackend(str(tiny_model()), **_COMMON, **CONFIGURATIONS[name])
+    if name == "cope":
+        backend = start(str(cope_model()), {**CONFIGURATIONS[name], "profiles": cope_profiles()})
+    else:
+        backend = start(str(tiny_model()), CONFIGURATIONS[name])
     atexit.register(_close, backend)
     return backend
+
+
+def start(model: str, options: dict[str, Any]) -> Any:
+    """A backend of one's own, to be closed; vLLM's environment says where its engine runs."""
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # `on_ranks` sends functions
+    from vllm_cacheslide.backend import VllmBackend
+
+    return VllmBackend(model, **{**_COMMON, **options})
 
 
 def _close(backend: Any) -> None:
@@ -134,6 +146,47 @@ def tiny_model() -> Path:
     wrapped: Any = PreTrainedTokenizerFast
     wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
     return folder
+
+
+@cache
+def cope_model() -> Path:
+    """The same converted to contextual positions; more tokens than positions in every prompt."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from torch_cacheslide.cope import cope_from_llama
+
+    folder = Path(mkdtemp(prefix="tiny-cope-")) / "model"
+    shutil.copytree(tiny_model(), folder)
+    model = cope_from_llama(LlamaForCausalLM.from_pretrained(folder), npos=16)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.cope_embedding, std=0.03)
+    model.save_pretrained(folder)
+    return folder
+
+
+@cache
+def cope_profiles() -> Path:
+    """A folder with the CCPE profile of that model for one task, `PROFILED`."""
+    from torch_cacheslide import TorchBackend
+
+    firsts = [turns(seed, 500)[0] for seed in (80, 81, 82)]
+    backend = TorchBackend(str(cope_model()), dtype="float32")
+    prompts = [EncodedPrompt(tuple(ids), parts(ids, 120), "", PROFILED) for ids in firsts]
+    folder = Path(mkdtemp(prefix="tiny-profiles-"))
+    backend.calibrate(prompts).save(folder)
+    backend.close()
+    return folder
+
+
+def parts(ids: list[int], cut: int) -> tuple[Span, ...]:
+    """Of a prompt whose tokens 100 to `cut` change from turn to turn."""
+    return (
+        Span("head", Role.REUSE, 0, 100, "head"),
+        Span("update", Role.RECOMPUTE, 100, cut, f"update{cut}"),
+        Span("tail", Role.REUSE, cut, len(ids), "tail"),
+    )
 
 
 def request(
@@ -179,15 +232,8 @@ def model_of(backend: Any) -> str:
 
 
 def forget_prefixes(backend: Any) -> None:
-    """Empty vLLM's own prefix cache; what we have stored stays.
-
-    It refuses while blocks are in use: of requests that have finished a moment ago, say.
-    """
-    for _ in range(1000):
-        if backend._thread.call(lambda engine: engine.reset_prefix_cache()):
-            return
-        sleep(0.01)
-    raise AssertionError("vLLM's blocks are still in use")
+    """Empty vLLM's own prefix cache; what we have stored stays."""
+    backend.forget_prefixes()
 
 
 def preemptions(backend: Any) -> int:

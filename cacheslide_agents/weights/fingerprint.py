@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from torch_cacheslide.checkpoint import TensorEntry, read_config, tensor_entries
+from cacheslide_agents.weights.checkpoint import TensorEntry, read_config, tensor_entries
 
 SAMPLE_BYTES = 16 << 20
 BLOCK_BYTES = 4096

@@ -1,0 +1,192 @@
+"""One rank's page store on vLLM, without an engine: folders, keys, what is found again, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cacheslide_agents.errors import StoreError
+from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
+from cacheslide_agents.pages.slide import SlideStore
+from vllm_cacheslide.directory import Directory
+from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.storage import Rank, StoreNews, check_folder, open_store
+
+KEY = ContextKey("model", "tenant", "task")
+ALONE = Rank(0, 0, 1)
+PAIR = (Rank(0, 0, 2), Rank(1, 1, 2))
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings.of({"store_path": str(tmp_path), "store_bytes": 1 << 20})
+
+
+@pytest.fixture
+def restoring(support: Callable[[str], ModuleType]) -> Any:
+    missing = support("vllm_engines").MISSING
+    if missing:
+        pytest.skip(missing)
+    from vllm_cacheslide import restoring
+
+    return restoring
+
+
+def context(seed: int, key: ContextKey = KEY, **changes: Any) -> StoredContext:
+    ids = np.arange(seed, seed + 40)
+    return StoredContext(**{"key": key, "ids": ids, "exact": np.ones(40, bool), **changes})
+
+
+def layers(tokens: int = 40) -> list[LayerKV]:
+    numbers = torch.Generator().manual_seed(0)
+    made = torch.randn((2, 2, 1, tokens, 8), generator=numbers)
+    return [(keys, values) for keys, values in made]
+
+
+def kept(store: SlideStore, *contexts: StoredContext) -> None:
+    for each in contexts:
+        assert store.put(each, layers())
+
+
+def test_every_rank_stores_in_its_folder_under_its_key(settings: Settings, tmp_path: Path) -> None:
+    for rank in PAIR:
+        with open_store(settings, rank) as store:
+            kept(store, context(0, rank.own(KEY)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+    keys = {rank.own(KEY) for rank in (ALONE, *PAIR)}
+    assert len(keys) == 3
+    assert ALONE.own(KEY) == KEY
+
+
+def test_a_key_is_common_again_only_to_the_rank_whose_it_is() -> None:
+    first, second = PAIR
+    assert first.common(first.own(KEY)) == KEY
+    assert second.common(first.own(KEY)) is None
+    assert first.common(KEY) is None
+
+
+def test_workers_of_data_parallel_replicas_are_counted_through() -> None:
+    config: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_index=3)
+    )
+    assert Rank.of(config, 1) == Rank(7, 1, 2)
+
+
+def test_a_folder_in_use_is_refused_before_a_model_is_loaded(settings: Settings) -> None:
+    check_folder(settings)
+    with open_store(settings, ALONE):
+        with pytest.raises(StoreError, match="is being written by process"):
+            check_folder(settings)
+        with pytest.raises(StoreError, match="is being written by process"):
+            open_store(settings, ALONE)
+    check_folder(settings)
+
+
+def test_of_a_session_ssd_keeps_one_context_and_memory_four(settings: Settings) -> None:
+    for chosen, count in ((settings, 1), (Settings(store_bytes=1 << 20), 4)):
+        with open_store(chosen, ALONE) as store:
+            kept(store, *(context(seed, session="me") for seed in range(6)))
+            assert len(store.contexts()) == count
+
+
+def test_the_directory_does_not_plan_on_what_will_be_superseded() -> None:
+    directory = Directory(one_per_session=True)
+    others = [context(1, session="you"), context(2), context(3, replace(KEY, task="x"))]
+    others += [context(4, session="me", isolated=True)]
+    for each in (*others[:1], context(0, session="me"), *others[1:]):
+        directory.add(each)
+    latest = context(5, session="me")
+    directory.add(latest)
+    assert directory.find(KEY, "me") == [latest, others[1], others[0]]
+    assert directory.find_isolated(KEY, others[3].ids) is others[3]
+
+
+def test_what_every_rank_has_is_found_and_the_rest_is_dropped(
+    settings: Settings, restoring: Any
+) -> None:
+    """Of five contexts the first rank has lost one, the second another; one is of another model."""
+    both = [context(seed, session=None if seed else "me") for seed in range(2)]
+    lost = [context(2), context(3)]
+    foreign = context(4, replace(KEY, fingerprint="other"))
+    for rank, own in zip(PAIR, lost, strict=True):
+        with open_store(settings, rank) as store:
+            kept(store, *(replace(each, key=rank.own(each.key)) for each in (*both, own, foreign)))
+    stores = [open_store(settings, rank) for rank in PAIR]
+    restored = [
+        restoring.Restored(store, rank, "model") for store, rank in zip(stores, PAIR, strict=True)
+    ]
+    found = restoring.held_by_all([each.found() for each in restored])
+    assert [(each.key, each.session, each.ids.tolist()) for each in found.values()] == [
+        (each.key, each.session, each.ids.tolist()) for each in both
+    ]
+    numbers = {name: number for number, name in enumerate(found, 1)}
+    for store, rank, each in zip(stores, PAIR, restored, strict=True):
+        mine = each.take(numbers)
+        assert [mine[number].ids[0] for number in (1, 2)] == [0, 1]
+        assert {held.key for held in mine.values()} == {rank.own(KEY)}
+        assert {int(held.ids[0]) for held in store.contexts()} == {0, 1, 4}
+        assert each.take({}) == {}
+        store.close()
+
+
+def test_an_engine_of_another_size_finds_nothing(settings: Settings, restoring: Any) -> None:
+    with open_store(settings, ALONE) as store:
+        kept(store, context(0))
+    with open_store(settings, PAIR[0]) as store:
+        assert not restoring.Restored(store, PAIR[0], "model").found().contexts
+
+
+def test_only_the_first_rank_sends_what_is_in_a_context(settings: Settings, restoring: Any) -> None:
+    with open_store(settings, PAIR[1]) as store:
+        kept(store, context(0, PAIR[1].own(KEY)))
+        told = restoring.Restored(store, PAIR[1], "model").found().contexts
+    assert list(told.values()) == [None]
+    assert restoring.held_by_all([]) == {}
+
+
+def test_contexts_that_came_one_after_the_other_have_names_of_their_own(restoring: Any) -> None:
+    one = context(0, created=1.0)
+    same = context(0, created=1.0)
+    others = [
+        context(0, created=2.0),
+        context(1, created=1.0),
+        context(0, created=1.0, exact=np.zeros(40, bool)),
+        context(0, replace(KEY, namespace="\udcff"), created=1.0),
+    ]
+    name = restoring.name_of
+    assert name(one) == name(same)
+    assert len({name(each) for each in (one, *others)}) == 5
+
+
+def test_news_of_a_store_add_up_to_what_it_counted(settings: Settings) -> None:
+    """Memory for one context of three blocks: the first must leave for the second."""
+    block = 2 * 2 * 16 * 8 * 4
+    tight = replace(settings, store_bytes=3 * block)
+    with open_store(tight, ALONE) as store:
+        news = StoreNews(store)
+        first, second = context(0), context(100)
+        total: dict[str, float] = {}
+        for each in (first, second):
+            kept(store, each)
+            for name, value in news.take().items():
+                total[name] = total.get(name, 0.0) + value
+        store.load(first, 0)
+        told = news.take()
+        counted = store.metrics()
+        assert told["store_bytes:ssd:read"] == counted["ssd_read_bytes"] > 0
+        assert (
+            total["store_bytes:ssd:write"] + told.get("store_bytes:ssd:write", 0.0)
+            == (counted["ssd_write_bytes"])
+        )
+        assert total["store_bytes:memory:write"] == counted["memory_write_bytes"]
+        assert told["stored_bytes:ssd"] == counted["ssd_bytes"] > 0
+        assert "misses:torn" not in told
