@@ -130,6 +130,14 @@ def test_chat_as_json_prints_the_conversation_at_the_end(backend: FakeBackend) -
     assert [turn["receipt"]["reused_tokens"] for turn in turns] == [7, 7]
 
 
+def test_other_options_of_a_backend_are_set_by_name(backend: FakeBackend) -> None:
+    settings = ("store_bytes=1024", "eviction=lru", "enforce_eager=true")
+    run("generate", "Hi", *(part for each in settings for part in ("--set", each)))
+    assert backend.loaded_with is not None
+    named = {"store_bytes": 1024, "eviction": "lru", "enforce_eager": True}
+    assert backend.loaded_with[1] == {"model": "smollm2-135m", **named}
+
+
 def test_inspect_lists_the_chunks_of_a_packaged_template_without_values() -> None:
     chunks = json.loads(run("inspect", "reflexion", "--json").stdout)["chunks"]
     assert [(chunk["id"], chunk["role"]) for chunk in chunks] == [
@@ -173,6 +181,9 @@ def test_inspect_with_values_counts_tokens_and_says_how(
         (["generate", "Hi", "--values", "-"], "{}", "error: --values goes with --template"),
         (["generate", "Hi", "--policy", "best"], None, "error: no policy is named 'best'"),
         (["generate", "Hi", "--top-p", "0"], None, "error: top_p=0.0 must be above 0"),
+        (["generate", "Hi", "--set", "eager"], None, "error: --set 'eager' must be NAME=VALUE"),
+        (["generate", "Hi", "--set", "model=x"], None, "error: --set model=... has an option"),
+        (["check", "--set", "dtype=x"], None, "error: --set dtype=... has an option"),
         (["generate", "--template", "none"], None, "error: none: no packaged template"),
         (["generate", "--template", "./none.jinja"], None, "error: none.jinja: cannot read"),
         (["generate", "--template", "reflexion"], None, "is undefined"),

@@ -32,6 +32,7 @@ def bench(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     profiles: options.Profiles = None,
+    settings: options.Settings = None,
     cope_model: Annotated[
         str | None, typer.Option(help="Converted model that some studies compare with.")
     ] = None,
@@ -63,7 +64,7 @@ def bench(
         common["cope_model"] = cope_model
     given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
     with (
-        opened(backend, model, **given) as loaded,
+        opened(backend, model, settings, **given) as loaded,
         _progress(shown=not as_json) as progress,
     ):
         common |= {"backend": loaded, "progress": progress}

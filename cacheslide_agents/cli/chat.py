@@ -26,6 +26,7 @@ def chat(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     profiles: options.Profiles = None,
+    settings: options.Settings = None,
     policy: options.Policy = None,
     *,
     sampling: Sampling,
@@ -39,7 +40,7 @@ def chat(
     dialogue = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, Any]] = []
     given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, **given) as loaded:
+    with opened(backend, model, settings, **given) as loaded:
         asker = Asker(loaded, sampling, chosen)
         for said in _lines():
             dialogue.append({"role": "user", "content": said})

@@ -22,6 +22,7 @@ def check(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     profiles: options.Profiles = None,
+    settings: options.Settings = None,
     tolerance: Annotated[
         float, typer.Option(help="Largest KL where reuse must equal dense prefill.")
     ] = 1e-3,
@@ -32,7 +33,7 @@ def check(
     from cacheslide_agents.cli.examine import examine
 
     given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, **given) as loaded:
+    with opened(backend, model, settings, **given) as loaded:
         findings = list(examine(loaded, tolerance, max_kl))
     holds = all(finding.holds for finding in findings)
     if as_json:

@@ -34,6 +34,7 @@ def generate(
     dtype: options.Dtype = None,
     threads: options.Threads = None,
     profiles: options.Profiles = None,
+    settings: options.Settings = None,
     policy: options.Policy = None,
     *,
     sampling: Sampling,
@@ -43,7 +44,7 @@ def generate(
     asked = _prompt(prompt, template, values, system)
     chosen = policy_named(policy)
     given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, **given) as loaded:
+    with opened(backend, model, settings, **given) as loaded:
         asker = Asker(loaded, sampling, chosen)
         answer = asker.ask(asked, None if as_json else write_piece)
         if as_json:

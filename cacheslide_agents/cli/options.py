@@ -29,6 +29,14 @@ Profiles = Annotated[
     list[Path] | None,
     typer.Option(help="CCPE profiles of a CoPE model: a file, or a folder; may repeat."),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Any other option of the backend, e.g. enforce_eager=true; may repeat.",
+    ),
+]
 Policy = Annotated[
     str | None, typer.Option(help="Reuse policy: cacheslide, prefix, recompute, ...")
 ]

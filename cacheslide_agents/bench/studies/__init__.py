@@ -27,6 +27,7 @@ from cacheslide_agents.bench.studies import (
     pressure,
     ssd,
     stale,
+    throughput,
 )
 from cacheslide_agents.errors import DataError, RequestError
 
@@ -46,6 +47,7 @@ STUDIES: Mapping[str, Study] = {
     "pressure": pressure.run,
     "ssd": ssd.run,
     "stale": stale.run,
+    "throughput": throughput.run,
 }
 
 
