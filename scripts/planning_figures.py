@@ -1,4 +1,4 @@
-"""What comes before computing: tokenising, aligning and planning a later turn. No weights are read.
+"""What comes before computing: tokenising, aligning and planning a later turn. No model is run.
 
 In: prompt lengths, repeats. Out: a table, or JSON, of CPU milliseconds, best of all repeats. From
 turn to turn one line changes that stands at 1/8 of the prompt, before the other 7/8; the text is

@@ -38,8 +38,6 @@ def test_figures_are_of_a_plan_that_reuses_all_but_the_line(
         assert tokens < figure["tokens"] < tokens + 80
         assert figure["tokens"] * (1 - figure["reused"]) < 40
         assert figure["outcome"] == "hit"
-        assert figure["together_ms"] >= figure["tokenising_ms"] + figure["planning_ms"] > 0
-        assert figure["first_tokenising_ms"] > 0
     script.main(arguments)
     assert len(capsys.readouterr().out.splitlines()) == 3
 

@@ -260,7 +260,7 @@ def test_points_are_paired_over_all_rows_and_a_finished_run_asks_nothing(
     ]
     rows += [row("memgpt", 0, 1.0, 1.0, "hit") | {"id": name} for name in MSC]
     out = tmp_path / "answers.json"
-    write_json(out, {"schema": 1, "study": "answers", "model": "fake-model", "rows": rows})
+    write_json(out, {"schema": 1, "study": "answers", **ABOUT, "rows": rows})
     options: dict[str, Any] = {"data": data, "backend": recorder, "max_prompt_tokens": 30_000}
     found = run_study("answers", **options, out=out, resume=True)
     assert recorder.seen == []
@@ -284,6 +284,12 @@ def test_points_are_paired_over_all_rows_and_a_finished_run_asks_nothing(
 
 
 MSC = ("talk:1", "talk:2", "short:1")
+ABOUT = {
+    "model": "fake-model",
+    "policy": "cacheslide",
+    "answer_tokens": 24,
+    "max_prompt_tokens": 30_000,
+}
 
 
 def test_a_run_goes_on_where_it_stopped_and_loses_no_row(
@@ -312,9 +318,10 @@ def test_a_run_goes_on_where_it_stopped_and_loses_no_row(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"model": "other", "rows": []}, "the file's model is 'other'"),
-        ({"model": "fake-model", "rows": [{"task": "reflexion", "id": "q1"}]}, "are malformed"),
-        ({"model": "fake-model", "rows": ["q1"]}, "are malformed"),
+        (ABOUT | {"model": "other", "rows": []}, "the file's model is 'other'"),
+        (ABOUT | {"max_prompt_tokens": 10}, "max_prompt_tokens is 10, not 30000"),
+        (ABOUT | {"rows": [{"task": "reflexion", "id": "q1"}]}, "are malformed"),
+        (ABOUT | {"rows": ["q1"]}, "are malformed"),
     ],
 )
 def test_a_run_is_resumed_from_its_own_file_only(

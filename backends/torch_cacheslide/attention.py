@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -63,7 +64,7 @@ def _attend_block(
     if block.causal and before:
         if keys.device.type == "cpu":
             return _attend_behind(queries, keys, values, scaling)
-        mask = torch.ones(count, before + count, dtype=torch.bool, device=keys.device).tril(before)
+        mask = causal_lower_right(count, before + count)  # never a tensor where kernels know it
     if mask is not None and keys.is_cuda:  # the memory-efficient kernel takes masks, not GQA
         groups = query.shape[1] // key.shape[1]
         keys, values = (tensor.repeat_interleave(groups, dim=1) for tensor in (keys, values))

@@ -12,6 +12,8 @@ import numpy as np
 from cacheslide_agents.errors import DataError
 
 RESAMPLES = 10_000
+AT_ONCE = 256
+"""Resamples held in memory together."""
 
 
 def mean_interval(
@@ -25,7 +27,13 @@ def mean_interval(
     rows = np.asarray(values, dtype=np.float64)
     if not rows.size:
         raise DataError("a bootstrap interval needs at least one row")
-    drawn = np.random.default_rng(seed).integers(0, rows.size, (resamples, rows.size))
+    random = np.random.default_rng(seed)
+    parts = [
+        rows[random.integers(0, rows.size, (min(AT_ONCE, resamples - done), rows.size))].mean(
+            axis=1
+        )
+        for done in range(0, resamples, AT_ONCE)
+    ]
     tail = (1.0 - level) / 2.0
-    low, high = np.quantile(rows[drawn].mean(axis=1), (tail, 1.0 - tail))
+    low, high = np.quantile(np.concatenate(parts), (tail, 1.0 - tail))
     return float(low), float(high)

@@ -15,7 +15,7 @@ from rich.table import Table
 from cacheslide_agents.bench.points import checked_points
 from cacheslide_agents.errors import DataError
 
-_LISTS = ("points", "turns")
+_LISTS = ("points", "turns", "rows")
 """Under which names studies keep their points."""
 
 
@@ -23,7 +23,8 @@ def flat_points(study: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """`DataError` where the file holds no points, or points of several shapes."""
     lists = (study[name] for name in _LISTS if isinstance(study.get(name), list))
     if not (found := next(lists, None)):
-        raise DataError(f"study {study.get('study')!r} has no table; read its figures in the file")
+        way = "draw it with --plot" if "curves" in study else "read its figures in the file"
+        raise DataError(f"study {study.get('study')!r} has no table; {way}")
     points = checked_points(found, words=(), numbers=(), maybe=())
     for number, point in enumerate(points):
         if point.keys() != points[0].keys():

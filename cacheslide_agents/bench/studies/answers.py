@@ -64,15 +64,21 @@ def run(
         raise DataError(
             f"no question in {data} fits {max_prompt_tokens} tokens; raise --max-prompt-tokens"
         )
-    known = _known(earlier, backend)
+    about = {
+        "model": backend.model_id,
+        "policy": asking.policy.name,
+        "answer_tokens": ANSWER_TOKENS,
+        "max_prompt_tokens": max_prompt_tokens,
+    }
+    known = _known(earlier, about)
     questions = {task: len(some) for task, some in drafts.items()}
     rows: dict[Key, Found | None] = {_key(turn): known.get(_key(turn)) for turn in turns}
     for number, turn in enumerate(turns):
         if rows[_key(turn)] is None:
             rows[_key(turn)] = asking.both_ways(turn)
-            save(_study(backend, questions, rows.values()))
+            save(_study(about, questions, rows.values()))
         progress(number + 1, len(turns), f"{turn.task}: {turn.id}")
-    return _study(backend, questions, rows.values())
+    return _study(about, questions, rows.values())
 
 
 @dataclass(frozen=True)
@@ -137,13 +143,15 @@ def _key(turn: Turn) -> Key:
     return turn.task, turn.id
 
 
-def _known(earlier: Mapping[str, Any] | None, backend: Backend) -> dict[Key, Found]:
+def _known(earlier: Mapping[str, Any] | None, about: Found) -> dict[Key, Found]:
+    """The rows of an `earlier` run that was `about` the same."""
     if earlier is None:
         return {}
-    if earlier.get("model") != backend.model_id:
-        raise DataError(
-            f"cannot resume: the file's model is {earlier.get('model')!r}, not {backend.model_id!r}"
-        )
+    for name, value in about.items():
+        if earlier.get(name) != value:
+            raise DataError(
+                f"cannot resume: the file's {name} is {earlier.get(name)!r}, not {value!r}"
+            )
     try:
         rows = {(row["task"], row["id"]): row for row in earlier.get("rows", ())}
         if rows:
@@ -154,17 +162,11 @@ def _known(earlier: Mapping[str, Any] | None, backend: Backend) -> dict[Key, Fou
 
 
 def _study(
-    backend: Backend, questions: Mapping[str, int], rows: Iterable[Found | None]
+    about: Found, questions: Mapping[str, int], rows: Iterable[Found | None]
 ) -> dict[str, Any]:
     """`rows` in the order of the run; `None` where a question was not asked yet."""
     asked = [row for row in rows if row is not None]
-    return {
-        "model": backend.model_id,
-        "policy": CacheSlide().name,
-        "answer_tokens": ANSWER_TOKENS,
-        "points": _points(questions, asked),
-        "rows": asked,
-    }
+    return {**about, "points": _points(questions, asked), "rows": asked}
 
 
 def _points(questions: Mapping[str, int], rows: Sequence[Found]) -> list[dict[str, Any]]:

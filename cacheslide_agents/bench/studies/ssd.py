@@ -22,6 +22,7 @@ from cacheslide_agents.bench.studies.decoupling import drop_page_cache, opened
 from cacheslide_agents.bench.studies.oracle import KeepsContexts
 from cacheslide_agents.bench.workloads import load_turns
 from cacheslide_agents.chunks import EncodedPrompt
+from cacheslide_agents.errors import BackendError
 from cacheslide_agents.pages import SlideStore
 from cacheslide_agents.policies import CacheSlide, Policy, Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
@@ -53,16 +54,13 @@ def run(
     ]
     rows: list[Row] = []
     for number, turn in enumerate(turns):
-        before, now = encode(turn.populate), encode(turn.measure)
+        about = {"task": turn.task, "id": turn.id}
         with TemporaryDirectory(dir=folder) as path:
             with opened(backend, path) as filling:
-                filling.warm(_request(before, CacheSlide()))
+                filling.warm(_request(encode(turn.populate), CacheSlide()))
+            now = encode(turn.measure)
             for _ in range(repeats):
-                rows.append(
-                    {"task": turn.task, "id": turn.id, "prompt_tokens": len(now.ids)}
-                    | _answered(backend, path, now)
-                    | _read(backend, path)
-                )
+                rows.append(about | _answered(backend, path, now) | _read(backend, path))
         save(_study(backend, rows))
         progress(number + 1, len(turns), f"{turn.task}: {turn.id}")
     return _study(backend, rows)
@@ -76,6 +74,7 @@ def _answered(backend: Backend, path: str, prompt: EncodedPrompt) -> Row:
         request = _request(prompt, CacheSlide(may_decline=False))
         reused = again.score(request, prompt.ids[:1]).receipt
     return {
+        "prompt_tokens": len(prompt.ids),
         "outcome": reused.outcome,
         "recompute_ttft_s": dense.ttft_s,
         "ssd_ttft_s": reused.ttft_s,
@@ -88,6 +87,8 @@ def _read(backend: Backend, path: str) -> Row:
     started = perf_counter()
     file_bytes = sum(_read_file(file) for file in sorted(Path(path).rglob("*.pages")))
     plain = perf_counter() - started
+    if not file_bytes:
+        raise BackendError("the store wrote no context to SSD; look in the log for its reason")
     with opened(backend, path) as again:
         drop_page_cache(Path(path))
         started = perf_counter()
