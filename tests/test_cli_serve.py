@@ -85,6 +85,24 @@ def test_settings_of_the_ssd_tier_are_in_the_servers_units(
     assert (settings["eviction"], settings["ttl_s"]) == ("lru_write_back", 60.0)
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--store-gib", "inf", "--store-gib=inf is no size; give a finite number of GiB"),
+        ("--disk-gib", "inf", "--disk-gib=inf is no size"),
+        ("--namespace-gib", "inf", "--namespace-gib=inf is no size"),
+        ("--store-path", "~nobody-here/x", "--store-path='~nobody-here/x' is no path"),
+        ("--profiles", "~nobody-here/x", "--profiles='~nobody-here/x' is no path"),
+    ],
+)
+def test_sizes_and_paths_that_are_none_are_bad_input(
+    served: list[Served], flag: str, value: str, message: str
+) -> None:
+    done = run("m", flag, value)
+    assert (done.exit_code, served) == (2, [])
+    assert message in " ".join(done.output.split())
+
+
 def test_a_flag_before_the_model_is_bad_input(served: list[Served]) -> None:
     done = run("--port", "1", "m")
     assert (done.exit_code, served) == (2, [])

@@ -276,14 +276,27 @@ def test_a_context_not_used_for_its_time_to_live_goes(
     now = 1050.0
     store.load(used, 0)
     now = 1070.0
-    assert store.find(world.KEY) == [used]
     with pytest.raises(PageError, match="expired"):
         store.load(unused, 0)
-    now = 1200.0
+    assert store.find(world.KEY) == [used]
     with store.lease([used]):
+        now = 1200.0
         assert store.find(world.KEY) == [used]
-    assert store.find(world.KEY) == []
-    assert store.metrics()["expired"] == 2
+    with pytest.raises(PageError, match="expired"):
+        store.lease([used])
+    put(store, [3])
+    now = 1300.0
+    assert store.contexts() == []
+    assert store.metrics()["expired"] == 3
+
+
+def test_counts_are_the_metrics_that_are_counted_as_it_happens(put: Any) -> None:
+    store = SlideStore(1 << 20)
+    for seed in range(3):
+        store.load(put(store, [seed]), 0)
+    counts, metrics = store.counts(), store.metrics()
+    assert counts["hits"] == counts["puts"] == 3 and counts["memory_bytes"] > 0
+    assert {name: metrics[name] for name in counts} == counts
 
 
 def test_clear_forgets_every_context(put: Any, world: Any) -> None:

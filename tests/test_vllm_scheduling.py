@@ -50,7 +50,7 @@ def side(support: Callable[[str], ModuleType]) -> Any:
 
     sizes = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2}
     cost = CostModel.from_geometry(**sizes, head_dim=8)
-    return Scheduling(Planning(cost, "model", ""), step_rows=100)
+    return Scheduling(Planning(cost, "model", "", one_per_session=True), step_rows=100)
 
 
 def turns(seed: int = 0, update: int = 60) -> tuple[list[int], list[int]]:
@@ -162,6 +162,21 @@ def test_what_the_workers_lost_is_not_planned_on(side: Any) -> None:
     side.arrived(request)
     admit(side, request)
     assert side.take_orders().notes[0].plan.outcome == "cold"
+
+
+def test_a_plan_whose_source_has_left_is_made_again(side: Any) -> None:
+    """While the request waited, its session's next context was ordered to be stored."""
+    first, second = turns()
+    stored(side, first, session="agent")
+    request = Request(second, REUSE, session="agent")
+    side.arrived(request)
+    salt = request.cache_salt
+    stored(side, first[:-20], session="agent")
+    keeps = side.take_orders().keeps
+    assert admit(side, request) == len(second) - 1
+    (prefill,) = side.take_orders().prefills
+    assert set(prefill.sources) == {keeps[1].number}
+    assert (request.cache_salt, prefill.plan.runs[0].source.ids.size) == (salt, len(first) - 20)
 
 
 def test_contexts_of_another_namespace_are_not_seen(side: Any) -> None:

@@ -281,12 +281,13 @@ def test_flags_that_serve_sets_are_refused(flag: str) -> None:
         arguments("m", ["--port", "1", flag], {})
 
 
-def test_a_server_with_a_store_folder_takes_time_to_write_it(tmp_path: Path) -> None:
+def test_a_server_with_a_store_folder_takes_time_to_write_it(
+    lab: ModuleType, tmp_path: Path
+) -> None:
     """Before what the user says, which then holds."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm_cacheslide.serve import arguments
 
-    model = str(tmp_path)
+    model = str(lab.tiny_model())
     given = arguments(model, ["--shutdown-timeout", "5"], {"store_path": str(tmp_path)})
     at = [place for place, flag in enumerate(given) if flag == "--shutdown-timeout"]
     assert [int(given[place + 1]) for place in at] == [60, 5]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cacheslide_agents.errors import StoreError
+from cacheslide_agents.errors import RequestError, StoreError
 from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
 from cacheslide_agents.pages.slide import SlideStore
 from vllm_cacheslide.directory import Directory
@@ -91,11 +91,71 @@ def test_a_folder_in_use_is_refused_before_a_model_is_loaded(settings: Settings)
     check_folder(settings)
 
 
+def test_a_folder_of_nobody_is_bad_input() -> None:
+    with pytest.raises(RequestError, match=r"store_path='~nobody-here/x' is no path"):
+        check_folder(Settings(store_path="~nobody-here/x"))
+
+
 def test_of_a_session_ssd_keeps_one_context_and_memory_four(settings: Settings) -> None:
     for chosen, count in ((settings, 1), (Settings(store_bytes=1 << 20), 4)):
         with open_store(chosen, ALONE) as store:
             kept(store, *(context(seed, session="me") for seed in range(6)))
             assert len(store.contexts()) == count
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that have gone by, as the store sees them."""
+    passed = [0.0]
+    for place in ("slide.monotonic", "holdings.monotonic"):
+        monkeypatch.setattr(f"cacheslide_agents.pages.{place}", lambda: 1000 + passed[0])
+    monkeypatch.setattr("cacheslide_agents.pages.holdings.time", lambda: 5000 + passed[0])
+    return passed
+
+
+def test_the_scheduler_is_told_what_idle_time_took(
+    settings: Settings, restoring: Any, clock: list[float]
+) -> None:
+    from vllm_cacheslide.orders import Keep, Note, StepOrders
+    from vllm_cacheslide.receipts import Receipts
+    from vllm_cacheslide.working import Working
+
+    plan: Any = SimpleNamespace()
+    with open_store(replace(settings, ttl_s=60), ALONE) as store:
+        keeping: Any = SimpleNamespace(keep=lambda order, *_: store.put(order.context, layers()))
+        restored = restoring.Restored(store, ALONE, "model")
+        side = Working(store, plan, keeping, Receipts(9), restored, ALONE, 2, ages=True)
+        keep = Keep("engine", "request", plan, (), number=7, context=context(0))
+        assert not side.carry_out(StepOrders(keeps=(keep,)))
+        assert not side.take_results().lost
+        clock[0] = 61
+        assert not side.carry_out(StepOrders(notes=(Note("next", "next", plan, (), sibling=True),)))
+        assert side.take_results().lost == {7}
+        assert store.counts()["expired"] == 1
+
+
+def test_what_is_too_old_is_not_found_again(
+    settings: Settings, restoring: Any, clock: list[float]
+) -> None:
+    aging = replace(settings, ttl_s=60)
+    with open_store(aging, ALONE) as store:
+        kept(store, context(0, created=5000.0), context(100, created=5030.0))
+    clock[0] = 70
+    with open_store(aging, ALONE) as store:
+        found = restoring.Restored(store, ALONE, "model").found().contexts
+    assert [each.created for each in found.values()] == [5030.0]
+
+
+def test_a_context_is_planned_on_again_if_its_successor_is_not_stored() -> None:
+    directory = Directory(one_per_session=True)
+    first, second, third = (context(seed, session="me") for seed in range(3))
+    numbers = [directory.add(each) for each in (first, second)]
+    assert not directory.has(numbers[:1]) and directory.has(numbers[1:])
+    directory.remove(numbers[1:])
+    assert directory.find(KEY) == [first] and directory.has(numbers[:1])
+    numbers.append(directory.add(third))
+    directory.remove(numbers[:1])
+    assert directory.find(KEY) == [third] and not directory.has(numbers[:1])
 
 
 def test_the_directory_does_not_plan_on_what_will_be_superseded() -> None:
@@ -124,7 +184,8 @@ def test_what_every_rank_has_is_found_and_the_rest_is_dropped(
     restored = [
         restoring.Restored(store, rank, "model") for store, rank in zip(stores, PAIR, strict=True)
     ]
-    found = restoring.held_by_all([each.found() for each in restored])
+    found = restoring.held_by_all([each.found() for each in restored], 2)
+    assert restoring.held_by_all([restored[0].found()], 2) == {}, "the other rank said nothing"
     assert [(each.key, each.session, each.ids.tolist()) for each in found.values()] == [
         (each.key, each.session, each.ids.tolist()) for each in both
     ]
@@ -150,7 +211,7 @@ def test_only_the_first_rank_sends_what_is_in_a_context(settings: Settings, rest
         kept(store, context(0, PAIR[1].own(KEY)))
         told = restoring.Restored(store, PAIR[1], "model").found().contexts
     assert list(told.values()) == [None]
-    assert restoring.held_by_all([]) == {}
+    assert restoring.held_by_all([], 1) == {}
 
 
 def test_contexts_that_came_one_after_the_other_have_names_of_their_own(restoring: Any) -> None:
@@ -167,7 +228,7 @@ def test_contexts_that_came_one_after_the_other_have_names_of_their_own(restorin
     assert len({name(each) for each in (one, *others)}) == 5
 
 
-def test_news_of_a_store_add_up_to_what_it_counted(settings: Settings) -> None:
+def test_news_of_a_store_add_up_to_what_it_counted(settings: Settings, tmp_path: Path) -> None:
     """Memory for one context of three blocks: the first must leave for the second."""
     block = 2 * 2 * 16 * 8 * 4
     tight = replace(settings, store_bytes=3 * block)
@@ -188,5 +249,12 @@ def test_news_of_a_store_add_up_to_what_it_counted(settings: Settings) -> None:
             == (counted["ssd_write_bytes"])
         )
         assert total["store_bytes:memory:write"] == counted["memory_write_bytes"]
-        assert told["stored_bytes:ssd"] == counted["ssd_bytes"] > 0
+        assert told["stored_bytes:ssd"] > 0
         assert "misses:torn" not in told
+        store.flush()
+        files = tmp_path.glob("rank-0/extents/*.pages")
+        assert news.take()["stored_bytes:ssd"] == sum(file.stat().st_size for file in files)
+        store.clear()
+        assert news.take()["stored_bytes:ssd"] == 0
+    with open_store(tight, ALONE) as store:
+        assert store.counts()["ssd_bytes"] == 0

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cacheslide_agents.errors import RequestError
-from cacheslide_agents.policies.canonical import CopeModel
+from cacheslide_agents.policies.canonical import CopeModel, refuse_model
 from cacheslide_agents.weights.fingerprint import fingerprint
 from torch_cacheslide.models import LoadedModel
 
@@ -17,10 +16,7 @@ def cope_model(loaded: LoadedModel) -> CopeModel:
     """`RequestError` for a model whose positions are not contextual."""
     config = loaded.model.config
     if config.model_type != "cope_llama":
-        raise RequestError(
-            f"CCPE is for models with contextual positions (CoPE), which {loaded.model_id} is "
-            "not; convert it with `cacheslide train`, or leave the profiles out"
-        )
+        refuse_model(loaded.model_id)
     digest = fingerprint(loaded.path, torch.float32)
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     return CopeModel(digest, int(layers), int(heads), int(config.cope_npos))

@@ -1,7 +1,8 @@
 """What the ranks of a tensor-parallel engine have to know of each other.
 
-In: this rank's jobs. Out: the same trouble on every rank, so that all of them fall back together. A
-rank that prefilled again by itself would wait for the others in its first reduction, for ever.
+In: this rank's trouble, with jobs or altogether. Out: the same on every rank, so that all of them
+fall back together. A rank that prefilled by itself would wait for the others in its first
+reduction, for ever.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from vllm_cacheslide.rows import Job
 
 def agree(jobs: Sequence[Job]) -> None:
     """Trouble of a job on one rank becomes trouble on all; all call, with the same jobs."""
-    group = get_tp_group()
-    if group.world_size == 1 or not jobs:
+    if not jobs:
         return
+    told = agreed([job.trouble for job in jobs])
+    for job, trouble in zip(jobs, told, strict=True):
+        job.trouble = trouble
+
+
+def agreed(troubles: Sequence[str]) -> list[str]:
+    """For each of `troubles`, as many on every rank, the first rank's that has any."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return list(troubles)
     told: list[list[str]] = [[] for _ in range(group.world_size)]
-    torch.distributed.all_gather_object(told, [job.trouble for job in jobs], group=group.cpu_group)
-    for job, troubles in zip(jobs, zip(*told, strict=True), strict=True):
-        job.trouble = next(filter(None, troubles), "")
+    torch.distributed.all_gather_object(told, list(troubles), group=group.cpu_group)
+    return [next(filter(None, each), "") for each in zip(*told, strict=True)]

@@ -42,7 +42,8 @@ def assemble(
 ) -> Working:
     """Call it when the KV cache is allocated and no request has come yet.
 
-    The page store is opened last: `StoreError` then means that this folder cannot be had.
+    The page store is opened last: `StoreError` then means that this folder cannot be had, or that
+    its contexts could not be told from another model's.
     """
     decoder = Decoder(model)
     position = position_of(config.model_config.hf_text_config)
@@ -62,13 +63,15 @@ def assemble(
     attention: RowAttention = Masked(runs, decoder.attentions, paged) if masked else runs
     layers = LayerPass(decoder, paged, attention, settings.prefetch)
     rank = Rank.of(config, get_tensor_model_parallel_rank())
+    model_digest = fingerprint(config)
     store = open_store(settings, rank)
     return Working(
         store,
         SelectivePrefill(layers, position, most_rows),
         Keeping(store, position, paged, decoder.layers),
         Receipts(settings.receipts),
-        Restored(store, rank, fingerprint(config)),
+        Restored(store, rank, model_digest),
         rank,
         decoder.layers,
+        ages=settings.ttl_s is not None,
     )

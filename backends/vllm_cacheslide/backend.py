@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from os import PathLike, fspath
 from pathlib import Path
@@ -17,33 +16,30 @@ from typing import Any, cast
 
 import numpy as np
 from vllm import RequestOutput, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from cacheslide_agents.backend import (
-    FinishReason,
     GenerationChunk,
     GenerationRequest,
-    PolicyLike,
     Receipt,
     Sampling,
     Scores,
 )
 from cacheslide_agents.chunks import Role
-from cacheslide_agents.errors import BackendError, ContextOverflowError, RequestError
+from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.canonical import ProfilePaths
-from cacheslide_agents.policies.draft import Prompt
-from cacheslide_agents.policies.planner import dense_plan
-from cacheslide_agents.policies.receipts import build_receipt
+from vllm_cacheslide.checks import Checks, policy_of
 from vllm_cacheslide.engine import EngineThread
 from vllm_cacheslide.forced import FORCED
+from vllm_cacheslide.guard import log
 from vllm_cacheslide.launch import engine_args
-from vllm_cacheslide.params import sampling_params, score_rows, token_logprobs
+from vllm_cacheslide.params import finish_reason, sampling_params, score_rows, token_logprobs
+from vllm_cacheslide.receipts import dense_receipt
 from vllm_cacheslide.settings import GIB
 from vllm_cacheslide.wire import Annotation
-
-_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 
 
 class VllmBackend:
@@ -89,13 +85,21 @@ class VllmBackend:
         }
         args = engine_args(model, extra, {"dtype": dtype, **options})
         self._policy: Policy = policy if policy is not None else CacheSlide()
+        self.model_id = Path(model).name if Path(model).expanduser().exists() else model
         self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
+        try:
+            self._ask_engine()
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def _ask_engine(self) -> None:
+        """What it has made of model and options."""
         config = self._thread.call(lambda engine: engine.vllm_config.model_config)
         self.tokenizer: Any = self._thread.call(lambda engine: engine.get_tokenizer())
-        self.model_id = Path(model).name if Path(model).expanduser().exists() else model
         self.max_model_len = int(config.max_model_len)
         self.layers = int(config.hf_text_config.num_hidden_layers)
-        self._vocabulary = int(config.get_vocab_size())
+        self._checks = Checks(int(config.get_vocab_size()), self.max_model_len)
         self.off: str = self._rpc("cacheslide_off")
         """Why this engine reuses nothing; empty when it does."""
 
@@ -111,9 +115,9 @@ class VllmBackend:
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
-        count = self._check_ids("continuation_ids", continuation_ids)
-        self._check(request, room=count)
-        policy = self._policy_of(request)
+        count = self._checks.ids("continuation_ids", continuation_ids)
+        policy = policy_of(request, self._policy)
+        self._checks.request(request, policy, room=count)
         params = sampling_params(
             Sampling(max_tokens=count, ignore_eos=True),
             None,
@@ -125,13 +129,13 @@ class VllmBackend:
         ttft_s = 0.0
         for output in self._thread.stream(request.request_id, request.prompt_ids, params):
             ttft_s = ttft_s or perf_counter() - started
-            rows += score_rows(output.outputs[0].logprobs, self._vocabulary)
+            rows += score_rows(output.outputs[0].logprobs, self._checks.vocabulary)
         return Scores(np.stack(rows), self._receipt(request, policy, ttft_s))
 
     def warm(self, request: GenerationRequest) -> None:
         """Fill the store with what the policy will look for when a prompt like this one comes."""
-        self._check(request)
-        policy = self._policy_of(request)
+        policy = policy_of(request, self._policy)
+        self._checks.request(request, policy)
         if policy.population is Population.ISOLATED:
             self._warm_chunks(request)
         elif policy.population is Population.CONTEXT:
@@ -156,14 +160,19 @@ class VllmBackend:
 
     def close(self) -> None:
         """Write what is stored to SSD, if there is such a tier, and end the engine."""
-        with suppress(Exception):  # it has ended already, by itself or by an earlier call
+        try:
             self._rpc("cacheslide_off")  # a step lies between two calls, in which the last is kept
             self._rpc("cacheslide_flush")
-        self._thread.close()
+        except (BackendError, EngineDeadError):
+            pass  # it has ended already, by itself or by an earlier call
+        except Exception:
+            log.warning("CacheSlide: the last contexts may not be on SSD", exc_info=True)
+        finally:
+            self._thread.close()
 
     def _prepared(self, request: GenerationRequest) -> tuple[Policy, SamplingParams]:
-        self._check(request)
-        policy = self._policy_of(request)
+        policy = policy_of(request, self._policy)
+        self._checks.request(request, policy)
         room = self.max_model_len - len(request.prompt_ids)
         extra = self._extra(request, policy)
         return policy, sampling_params(request.sampling, request.grammar, room, extra)
@@ -207,9 +216,7 @@ class VllmBackend:
             if answer.finish_reason is None:
                 yield GenerationChunk(answer.index, answer.text, ids, logprobs)
                 continue
-            reason = _REASONS.get(answer.finish_reason)
-            if reason is None:
-                raise BackendError(f"vLLM ended the request with {answer.finish_reason!r}")
+            reason = finish_reason(answer.finish_reason)
             receipt = self._receipt(request, policy, ttft_s)
             yield GenerationChunk(answer.index, answer.text, ids, logprobs, reason, receipt)
 
@@ -220,14 +227,7 @@ class VllmBackend:
             receipt = Receipt.from_dict(told)
         else:
             reason = self.off or "no receipt: the engine did not take the annotation"
-            ids = np.asarray(request.prompt_ids, dtype=np.int64)
-            plan = dense_plan(ids, request.spans, policy, outcome="fallback", reason=reason)
-            receipt = build_receipt(
-                plan,
-                request_id=request.request_id,
-                active=np.arange(len(ids)),
-                rows_per_layer=[len(ids)] * self.layers,
-            )
+            receipt = dense_receipt(request, policy, reason, self.layers)
         return replace(receipt, ttft_s=ttft_s)
 
     def _warm_chunks(self, request: GenerationRequest) -> None:
@@ -246,31 +246,6 @@ class VllmBackend:
     def _rpc(self, method: str, *args: object) -> Any:
         """What rank 0 answers."""
         return self._thread.call(lambda engine: engine.collective_rpc(method, args=args))[0]
-
-    def _policy_of(self, request: GenerationRequest) -> Policy:
-        policy: PolicyLike = request.policy if request.policy is not None else self._policy
-        if not isinstance(policy, Policy):
-            raise RequestError(f"policy {policy!r} is not one; see cacheslide_agents.policies")
-        return policy
-
-    def _check(self, request: GenerationRequest, room: int = 1) -> None:
-        count = self._check_ids("prompt_ids", request.prompt_ids)
-        if count + room > self.max_model_len:
-            raise ContextOverflowError(count, self.max_model_len, room)
-        ids = np.asarray(request.prompt_ids, dtype=np.int64)
-        Prompt(ids, tuple(request.spans), self._policy_of(request)).check()
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> int:
-        array = np.asarray(ids)
-        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-            raise RequestError(f"{name} must be one flat sequence of at least one token id")
-        low, high = array.min(), array.max()
-        if low < 0 or high >= self._vocabulary:
-            raise RequestError(
-                f"{name} holds {low if low < 0 else high}, outside the vocabulary of "
-                f"{self._vocabulary}; is this the model's own tokenizer?"
-            )
-        return len(array)
 
 
 def _paths(given: ProfilePaths) -> list[str]:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cacheslide_agents.errors import StoreError
 from cacheslide_agents.policies.cost import CostModel
+from vllm_cacheslide.agreement import agreed
 from vllm_cacheslide.assembly import assemble
 from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.guard import guarded, log
@@ -85,20 +86,26 @@ class CacheSlideConnector(KVConnectorBase_V1):
     # The worker's side.
 
     def attach_model(self, model: torch.nn.Module) -> None:
-        """Called by our worker class when model and KV cache are there.
+        """Called by our worker class when model and KV cache are there, on all ranks.
 
         `StoreError`, which ends the engine's start, when the store's folder cannot be had: another
-        engine writes to it, say. Whatever else is wrong only switches reuse off.
+        engine writes to it, say. Whatever else is wrong only switches reuse off, on every rank.
         """
         if self.off:
             return
+        refused: StoreError | None = None
         try:
             self.working = assemble(model, self._vllm_config, self._kv_cache_config, self.settings)
-        except StoreError:
-            raise
         except Exception as error:
             self.off = f"{type(error).__name__}: {error}"
+            refused = error if isinstance(error, StoreError) else None
+        (self.off,) = agreed([self.off])
+        if refused is not None:
+            raise refused
+        if self.off:
             log.warning("CacheSlide is off: %s", self.off)
+            self.shutdown()
+            self.working = None
 
     @guarded(lambda: None)
     def get_handshake_metadata(self) -> Found | None:
@@ -173,7 +180,8 @@ class CacheSlideConnector(KVConnectorBase_V1):
     ) -> None:
         """Of every rank, before the first request comes."""
         found = [each for _, each in sorted(metadata.items()) if isinstance(each, Found)]
-        self.scheduling.restore(held_by_all(found))
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        self.scheduling.restore(held_by_all(found, ranks))
 
     @guarded(lambda: None)
     def on_new_request(self, request: Request) -> None:

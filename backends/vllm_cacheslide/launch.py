@@ -1,20 +1,24 @@
 """Engine arguments that switch CacheSlide on, and the model they are for.
 
-In: what a user gives. Out: vLLM's `EngineArgs`. `cacheslide serve` needs the same ones.
+In: what a user gives. Out: vLLM's `EngineArgs`, and what `cacheslide serve` needs of the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from cacheslide_agents.errors import BackendError
+from cacheslide_agents.paths import expanded
 from vllm_cacheslide.cope.profiles import open_profiles
+from vllm_cacheslide.identity import digest_of_weights
 from vllm_cacheslide.plugin import CONNECTOR, register
 from vllm_cacheslide.settings import Settings
 from vllm_cacheslide.storage import check_folder
@@ -28,29 +32,50 @@ LOCATORS = "cacheslide_agents.models"
 def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
     """`extra` are the connector's settings (checked here), `options` any of `EngineArgs`.
 
-    `StoreError` when the page store's folder cannot be had; raises as `Profiles` for profiles that
-    are not this model's.
+    Raises as `checked`.
     """
-    settings, folder = Settings.of(extra), located(model)
-    check_folder(settings)
-    open_profiles(folder, settings.profiles)
+    ready = checked(model, extra, str(options.get("load_format", "auto")))
     register()
-    transfer = KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_role="kv_both",
-        kv_connector_extra_config=dict(extra),
-        kv_load_failure_policy="recompute",
-    )
     ours: dict[str, Any] = {
-        "kv_transfer_config": transfer,
+        "kv_transfer_config": KVTransferConfig(**ready.transfer),
         "worker_cls": WORKER,
         "logits_processors": [FORCED_TOKENS],
         "max_logprobs": -1,
     }
     try:
-        return EngineArgs(model=str(folder), **(ours | dict(options)))
+        return EngineArgs(model=ready.model, **(ours | dict(options)))
     except TypeError as error:
         raise BackendError(f"vLLM's engine takes no such option: {error}") from error
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What an engine can be started with: a folder or hub id, fields of `KVTransferConfig`."""
+
+    model: str
+    settings: Settings
+    transfer: Mapping[str, Any]
+
+
+def checked(model: str, extra: Mapping[str, Any], load_format: str = "auto") -> Ready:
+    """The connector's settings `extra` and what they name, looked at before anything is started.
+
+    `RequestError` for a setting that is wrong, `StoreError` when the page store's folder cannot be
+    had or is no place for this model's contexts; raises as `Profiles` for profiles that are not
+    this model's.
+    """
+    settings, found = Settings.of(extra), located(model)
+    check_folder(settings)
+    if settings.store_path is not None and isinstance(found, Path):
+        digest_of_weights(found, torch.float32, load_format)
+    open_profiles(found, settings.profiles)
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": dict(extra),
+        "kv_load_failure_policy": "recompute",
+    }
+    return Ready(str(found), settings, transfer)
 
 
 def located(model: str) -> Path | str:
@@ -58,5 +83,5 @@ def located(model: str) -> Path | str:
     for entry in entry_points(group=LOCATORS):
         found: Path = entry.load()(model)
         return found
-    folder = Path(model).expanduser()
+    folder = expanded(model, "model")
     return folder if folder.is_dir() else model

@@ -42,6 +42,10 @@ class Load:
         # attention kernels may turn NaN into plausible numbers, so what is loaded is summed up
         self._sum = torch.zeros((), dtype=torch.float32, device=paged.device)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to load."""
+        return bool(self._pieces)
+
     def place(self, layer: int) -> None:
         """Raises `PageError` when the store cannot give a page."""
         started = perf_counter()

@@ -1,6 +1,6 @@
 """Our sampling and grammars in vLLM's words, and vLLM's log-probabilities in ours.
 
-In: a `GenerationRequest`. Out: `SamplingParams`; back: `TokenLogprob`s.
+In: a `GenerationRequest`. Out: `SamplingParams`; back: `TokenLogprob`s and why an answer ended.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from vllm import SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from cacheslide_agents.backend import Grammar, Sampling, TokenLogprob
-from cacheslide_agents.errors import RequestError
+from cacheslide_agents.backend import FinishReason, Grammar, Sampling, TokenLogprob
+from cacheslide_agents.errors import BackendError, RequestError
 
+_ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
 _GRAMMARS = {
     "json_schema": "json",
     "regex": "regex",
@@ -88,3 +89,10 @@ def _structured(grammar: Grammar) -> StructuredOutputsParams:
     if grammar.kind == "json_object":
         return StructuredOutputsParams(json_object=True)
     return StructuredOutputsParams(**{_GRAMMARS[grammar.kind]: grammar.source})
+
+
+def finish_reason(told: str) -> FinishReason:
+    """`BackendError` where vLLM gave up."""
+    if told not in _ENDS:
+        raise BackendError(f"vLLM ended the request with {told!r}")
+    return _ENDS[told]

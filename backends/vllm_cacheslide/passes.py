@@ -105,6 +105,7 @@ class LayerPass:
 
         Rows that are computed are not loaded, so the two never write to one slot.
         """
+        loads = {job: load for job, load in loads.items() if load}
         loader = self._loader(lambda at: _place(layers[at], loads), len(layers), loads)
         before = {job: job.load_s for job in loads}
         try:

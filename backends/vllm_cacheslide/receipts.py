@@ -1,6 +1,7 @@
 """Receipts of the last requests, where the engine's workers can be asked for them.
 
-In: plans and what became of them. Out: receipts by the client's request id, and totals.
+In: plans and what became of them. Out: receipts by the client's request id, and totals; one in
+place of a receipt that no worker has.
 """
 
 from __future__ import annotations
@@ -9,7 +10,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-from cacheslide_agents.backend import Receipt
+import numpy as np
+
+from cacheslide_agents.backend import GenerationRequest, Receipt
+from cacheslide_agents.policies.base import Policy
+from cacheslide_agents.policies.planner import dense_plan
+from cacheslide_agents.policies.receipts import build_receipt
 
 
 class Receipts:
@@ -53,6 +59,17 @@ class Receipts:
 
     def totals(self) -> Mapping[str, float]:
         return {name: float(value) for name, value in self._totals.items()}
+
+
+def dense_receipt(request: GenerationRequest, policy: Policy, reason: str, layers: int) -> Receipt:
+    """Of a request that vLLM computed whole, whatever was asked for."""
+    ids = np.asarray(request.prompt_ids, dtype=np.int64)
+    return build_receipt(
+        dense_plan(ids, request.spans, policy, outcome="fallback", reason=reason),
+        request_id=request.request_id,
+        active=np.arange(len(ids)),
+        rows_per_layer=[len(ids)] * layers,
+    )
 
 
 def _counted(receipt: Receipt) -> dict[str, Any]:

@@ -49,13 +49,14 @@ class Restored:
         return {number: mine[name] for name, number in numbers.items() if name in mine}
 
 
-def held_by_all(found: Iterable[Found]) -> dict[str, StoredContext]:
-    """By name, what every rank has; in the first rank's order."""
+def held_by_all(found: Iterable[Found], size: int) -> dict[str, StoredContext]:
+    """By name, what each of `size` ranks has; in the first rank's order."""
     ranks = [each.contexts for each in found]
-    first = ranks[0] if ranks else {}
+    if len(ranks) < size:
+        return {}
     return {
         name: context
-        for name, context in first.items()
+        for name, context in ranks[0].items()
         if context is not None and all(name in rank for rank in ranks)
     }
 

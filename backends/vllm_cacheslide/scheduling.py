@@ -67,16 +67,15 @@ class Scheduling:
             return
         planned = self._sibling(request, annotation) or self._planning.plan(request, annotation)
         self._planned[request.request_id] = planned
-        if planned.salt is not None:
-            request.cache_salt = planned.salt
-            request.block_hashes.clear()
-            request.update_block_hashes()
+        _salt(request, planned)
 
     def matched(self, request: Request, local: int) -> int | None:
         """Tokens beyond `local` that our workers provide; `None`: ask again in the next step."""
         planned = self._planned.get(request.request_id)
         if planned is None:
             return 0
+        if planned.takes_over(local) and self._is_stale(planned):
+            planned = self._planned[request.request_id] = self._again(request, planned)
         planned.start = local
         if wants_prompt_logprobs(request) or not planned.takes_over(local):
             return 0
@@ -158,6 +157,20 @@ class Scheduling:
             self._planning.cost.observe(work, seconds)
         self._planning.off = self._planning.off or results.off
 
+    def _is_stale(self, planned: Planned) -> bool:
+        """What it was planned on has left since: its session's next context came first, say."""
+        return not (planned.ordered or self._planning.directory.has(planned.sources))
+
+    def _again(self, request: Request, planned: Planned) -> Planned:
+        """A plan on what there is now. A salt stays: siblings' blocks may stand under it."""
+        again = self._planning.plan(request, planned.annotation)
+        again.plan_s, again.keeper = again.plan_s + planned.plan_s, planned.keeper
+        if planned.salt is not None:
+            again.salt = planned.salt
+        else:  # it takes over a prompt of which vLLM has nothing, so no hash was looked up with use
+            _salt(request, again)
+        return again
+
     def _sibling(self, request: Request, annotation: Annotation) -> Planned | None:
         """Another answer to the same prompt is under way: same plan, same blocks."""
         for other in self._planned.values():
@@ -168,3 +181,11 @@ class Scheduling:
             ) and np.array_equal(other.plan.ids, ids_of(request)):
                 return replace(other, keeper=False, start=0, ordered=False)
         return None
+
+
+def _salt(request: Request, planned: Planned) -> None:
+    """Keep its blocks apart where they will not be exact."""
+    if planned.salt is not None:
+        request.cache_salt = planned.salt
+        request.block_hashes.clear()
+        request.update_block_hashes()

@@ -13,12 +13,9 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from cacheslide_agents.errors import RequestError
-from vllm_cacheslide.cope.profiles import open_profiles
-from vllm_cacheslide.launch import WORKER, located
-from vllm_cacheslide.plugin import CONNECTOR, PLUGIN, register
-from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.launch import WORKER, checked
+from vllm_cacheslide.plugin import PLUGIN, register
 from vllm_cacheslide.stamp import make_stamp
-from vllm_cacheslide.storage import check_folder
 
 _OURS = ("--model", "--kv-transfer-config", "--worker-cls")
 WRITING_S = 60
@@ -30,14 +27,9 @@ _GROUPS = ("general", "io_processor", "platform", "stat_logger")
 def serve(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> None:
     """`model`: alias, local folder or hub id; clients know it by that name.
 
-    Raises `RequestError` for a setting that is wrong and for flags that we set ourselves, and
-    `StoreError` when the page store's folder cannot be had, and as `Profiles` for profiles that are
-    not this model's.
+    Raises as `arguments`.
     """
     argv = arguments(model, flags, settings)
-    checked = Settings.of(settings)
-    check_folder(checked)
-    open_profiles(located(model), checked.profiles)
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(WRITING_S))
     os.environ["VLLM_PLUGINS"] = ",".join(plugins(os.environ.get("VLLM_PLUGINS")))
     make_stamp()
@@ -54,20 +46,14 @@ def serve(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> None
 
 
 def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
-    """vLLM's command line."""
+    """vLLM's command line. `RequestError` for flags that we set ourselves; raises as `checked`."""
     for flag in flags:
         if (name := flag.partition("=")[0].replace("_", "-")) in _OURS:
             raise RequestError(f"{name} is set by `cacheslide serve` itself; leave it out")
-    Settings.of(settings)
-    transfer = {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": dict(settings),
-        "kv_load_failure_policy": "recompute",
-    }
-    ours = ["--model", str(located(model)), "--served-model-name", model]
-    ours += ["--kv-transfer-config", json.dumps(transfer), "--worker-cls", WORKER]
-    if settings.get("store_path") is not None:
+    ready = checked(model, settings)
+    ours = ["--model", ready.model, "--served-model-name", model]
+    ours += ["--kv-transfer-config", json.dumps(ready.transfer), "--worker-cls", WORKER]
+    if ready.settings.store_path is not None:
         ours += ["--shutdown-timeout", str(WRITING_S)]
     return [*ours, *flags]
 

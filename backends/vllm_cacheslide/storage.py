@@ -16,6 +16,7 @@ from cacheslide_agents.pages.counters import MISSES
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.eviction import eviction_named
 from cacheslide_agents.pages.slide import SlideStore
+from cacheslide_agents.paths import expanded
 from vllm_cacheslide.settings import Settings
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def open_store(settings: Settings, rank: Rank) -> SlideStore:
 
 
 def check_folder(settings: Settings) -> None:
-    """Raises what `open_store` would: before a model is loaded, and in the caller's process."""
+    """Raises what `open_store` would of the first rank's folder: before a model is loaded, and in
+    the caller's process. Another rank's ends the engine's start.
+    """
     if settings.store_path is not None:
         Disk(_folder(settings.store_path)).close()
 
@@ -96,7 +99,7 @@ class StoreNews:
 
     def take(self) -> dict[str, float]:
         """Sums of this step, without zeros, and how much is stored now."""
-        now = self._store.metrics()
+        now = self._store.counts()
         news = {
             ours: now[theirs] - self._last.get(theirs, 0.0)
             for ours, theirs in _COUNTED.items()
@@ -107,4 +110,4 @@ class StoreNews:
 
 
 def _folder(path: str) -> Path:
-    return Path(path).expanduser()
+    return expanded(path, "store_path")

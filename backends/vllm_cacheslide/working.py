@@ -31,7 +31,7 @@ from vllm_cacheslide.storage import Rank, StoreNews
 
 
 class Working:
-    """State of one rank."""
+    """State of one rank. `ages`: the store drops contexts by itself, as time goes by."""
 
     def __init__(
         self,
@@ -42,10 +42,13 @@ class Working:
         restored: Restored,
         rank: Rank,
         layers: int,
+        *,
+        ages: bool = False,
     ) -> None:
         self.store, self.receipts, self.restored = store, receipts, restored
         self._prefill, self._keeping, self._layers = prefill, keeping, layers
         self._rank, self._stored, self._acted = rank, StoreNews(store), False
+        self._ages = ages
         self._contexts: dict[int, StoredContext] = {}
         self._fallen: set[str] = set()
         self._lost: set[int] = set()
@@ -58,7 +61,7 @@ class Working:
             self._contexts.update(self.restored.take(orders.restored))
         for keep in orders.keeps:
             self._keep(keep)
-        if orders.keeps:
+        if orders.keeps or (self._ages and (orders.prefills or orders.notes)):
             self._find_lost()
         self._fallen.difference_update(orders.ended)
         for note in orders.notes:
@@ -97,7 +100,7 @@ class Working:
             self._lost.add(order.number)
 
     def _find_lost(self) -> None:
-        """A new context may have driven out others."""
+        """A new context may have driven out others, or their time may be over."""
         stored = set(self.store.contexts())
         gone = {n for n, context in self._contexts.items() if context not in stored}
         self._lost |= gone

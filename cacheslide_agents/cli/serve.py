@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.paths import expanded
 
 FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """How typer is told to leave the engine's flags alone."""
@@ -45,7 +47,12 @@ def serve(
         float | None, typer.Option(help="Seconds after its last use that a context goes.")
     ] = None,
     namespace_gib: Annotated[
-        float | None, typer.Option(min=0.0, help="Most that one namespace may keep in a worker.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Most that one namespace may keep in a worker. Not a tenant's limit: "
+            "clients name namespaces of their own, each with as much.",
+        ),
     ] = None,
     attention: Annotated[str, typer.Option(help="Of active rows: runs or masked.")] = "runs",
     profiles: options.Profiles = None,
@@ -61,17 +68,30 @@ def serve(
         raise RequestError(f"name the model before the first flag, here {model}")
     settings = {
         "policy": policy,
-        "store_bytes": int(store_gib * GIB),
-        "store_path": None if store_path is None else str(store_path.expanduser().absolute()),
-        "disk_bytes": int(disk_gib * GIB),
+        "store_bytes": _bytes("store-gib", store_gib),
+        "store_path": None if store_path is None else _absolute("store-path", store_path),
+        "disk_bytes": _bytes("disk-gib", disk_gib),
         "eviction": eviction,
         "ttl_s": ttl_s,
-        "namespace_quota_bytes": None if namespace_gib is None else int(namespace_gib * GIB),
+        "namespace_quota_bytes": (
+            None if namespace_gib is None else _bytes("namespace-gib", namespace_gib)
+        ),
         "attention": attention,
-        "profiles": [str(each.expanduser().absolute()) for each in profiles or ()],
+        "profiles": [_absolute("profiles", each) for each in profiles or ()],
         "tenant_header": tenant_header,
     }
     _server()(model, context.args, settings)
+
+
+def _absolute(flag: str, path: Path) -> str:
+    """Whatever folder the server's processes run in."""
+    return str(expanded(path, f"--{flag}").absolute())
+
+
+def _bytes(flag: str, gib: float) -> int:
+    if not isfinite(gib):
+        raise RequestError(f"--{flag}={gib} is no size; give a finite number of GiB")
+    return int(gib * GIB)
 
 
 def _server() -> Server:

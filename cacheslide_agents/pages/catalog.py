@@ -121,12 +121,14 @@ class Catalog:
                 held -= other.nbytes
         return chosen if held <= 0 else None
 
-    def expired(self, now: float) -> list[Entry]:
-        """Not used for `ttl_s`; `now` on the monotonic clock."""
+    def expired(self, now: float, among: Iterable[StoredContext] | None = None) -> list[Entry]:
+        """Not used for `ttl_s`, of all or `among` some; `now` on the monotonic clock."""
         ttl = self._limits.ttl_s
         if ttl is None:
             return []
-        return [e for e in self._entries.values() if now - e.last > ttl and not self.is_held(e)]
+        asked = self._entries if among is None else [c for c in among if c in self._entries]
+        entries = [self._entries[context] for context in asked]
+        return [e for e in entries if now - e.last > ttl and not self.is_held(e)]
 
 
 def _surplus(entries: Sequence[Entry], limit: int) -> Sequence[Entry]:

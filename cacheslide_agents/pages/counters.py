@@ -37,20 +37,28 @@ class Counters:
         self._holdings, self._limits = holdings, limits
         self._kernel_start = kernel_write_bytes()
 
-    def metrics(self) -> Mapping[str, float]:
-        counts = self._holdings.counts
+    def counts(self) -> dict[str, float]:
+        """Counters, and how much lies in each tier: no block or extent is looked at."""
+        counts, disk = self._holdings.counts, self._holdings.disk
         totals = {name: float(counts[name]) for name in COUNTED}
         misses = {f"misses_{reason}": float(counts[f"misses_{reason}"]) for reason in MISSES}
         totals |= misses | {"misses": sum(misses.values())}
         totals["stall_s"] = self._holdings.seconds["stall"]
-        return totals | self._sizes() | self._written(totals["dirtied_bytes"])
+        totals["memory_bytes"] = float(self._holdings.host.used_bytes)
+        if disk is not None:
+            totals["ssd_bytes"] = float(disk.nbytes)
+            totals["ssd_write_bytes"] = float(disk.written_bytes)
+        return totals
+
+    def metrics(self) -> Mapping[str, float]:
+        counts = self.counts()
+        return counts | self._sizes() | self._written(counts["dirtied_bytes"])
 
     def _sizes(self) -> dict[str, float]:
         host, entries = self._holdings.host, self._holdings.catalog.entries()
         sizes = {
             "contexts": float(len(entries)),
             "pages": float(sum(block.geometry.layers for block in host.blocks)),
-            "memory_bytes": float(host.used_bytes),
             "memory_budget_bytes": float(host.budget_bytes),
         }
         for state in State:
@@ -64,10 +72,8 @@ class Counters:
         if disk is None:
             return {}
         told = {
-            "ssd_bytes": float(disk.nbytes),
             "ssd_dead_bytes": float(disk.dead_bytes),
             "ssd_budget_bytes": float(self._limits.disk_bytes),
-            "ssd_write_bytes": float(disk.written_bytes),
             "damaged_rows": float(disk.damaged),
             "missing_extents": float(disk.missing),
             "write_amplification": disk.written_bytes / dirtied if dirtied else 0.0,

@@ -52,6 +52,8 @@ class Disk:
         self._forgotten: set[int] = set()
         self._pending: dict[int, ExtentRow] = {}
         self._table = {row.number: row for row in self._index.extents()}
+        self.nbytes = sum(map(_bytes_of, self._table.values()))
+        """Of all extents, dead places included."""
         self.missing = 0
         self.written_bytes = 0
         self.contexts = [row for row in self._index.contexts() if self._is_whole(row)]
@@ -80,7 +82,7 @@ class Disk:
         for number in {place.extent for place in row.places}:
             extent = self._table.get(number)
             size = self._size(number)
-            if extent is None or size != extent_bytes(extent.geometry, extent.sums.shape[1]):
+            if extent is None or size != _bytes_of(extent):
                 self.missing += 1
                 log.warning(
                     "%s: a context of %d tokens is lost: extent %d is missing or truncated",
@@ -105,13 +107,6 @@ class Disk:
     @property
     def damaged(self) -> int:
         return self._index.damaged
-
-    @property
-    def nbytes(self) -> int:
-        """Of all extents, dead places included."""
-        return sum(
-            extent_bytes(extent.geometry, extent.sums.shape[1]) for extent in self._table.values()
-        )
 
     @property
     def dead_bytes(self) -> int:
@@ -144,6 +139,7 @@ class Disk:
     def adopt(self, extent: ExtentRow) -> list[Place]:
         """Take a written extent in, to be committed next; its places are needed by the caller."""
         self._table[extent.number] = self._pending[extent.number] = extent
+        self.nbytes += _bytes_of(extent)
         places = [Place(extent.number, position) for position in range(extent.sums.shape[1])]
         for place in places:
             self.hold(place)
@@ -198,7 +194,7 @@ class Disk:
         self._forgotten.difference_update(forgotten)
         self._pending.clear()
         for number in dead:
-            del self._table[number]
+            self.nbytes -= _bytes_of(self._table.pop(number))
             self._extents.remove(number)
         return rows
 
@@ -217,3 +213,7 @@ class Disk:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+def _bytes_of(extent: ExtentRow) -> int:
+    return extent_bytes(extent.geometry, extent.sums.shape[1])

@@ -40,7 +40,9 @@ class Keeper:
         self._holdings, self._room, self._reader = holdings, room, reader
 
     def keep(self, offer: Offer) -> Entry | None:
-        """`None` when a source is gone, or there is no room."""
+        """`None` when there is nothing in it, a source is gone, or there is no room."""
+        if not offer.layers or len(offer.context) == 0 or offer.layers[0][0].numel() == 0:
+            return None
         geometry = Geometry.of(offer.layers, len(offer.context))
         _check_residuals(offer)
         sources = [self._holdings.catalog.get(run.source) for run in offer.reused]

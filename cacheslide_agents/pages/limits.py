@@ -6,6 +6,7 @@ In: numbers. Out: the same, once they make sense.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from math import isfinite
 
 from cacheslide_agents.errors import RequestError
 
@@ -33,11 +34,19 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name == "ttl_s":
-                if value is not None and not value > 0:
-                    raise RequestError(f"page store(ttl_s={value!r}) must be positive")
+                if value is not None and not _is_seconds(value):
+                    raise RequestError(
+                        f"page store(ttl_s={value!r}) must be a positive number of seconds, or None"
+                    )
             elif field.name == "namespace_quota_bytes" and value is None:
                 continue
-            elif not isinstance(value, int) or value < 1:
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(
                     f"page store({field.name}={value!r}) must be at least 1, and whole"
                 )
+
+
+def _is_seconds(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return isfinite(value) and value > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Condition, RLock
 from time import monotonic
@@ -71,14 +72,8 @@ class SlideStore:
         rank: int = 0,
         read_only: bool = False,
     ) -> None:
-        limits = Limits(
-            budget_bytes,
-            disk_bytes,
-            copies_per_content,
-            copies_per_session,
-            ttl_s,
-            namespace_quota_bytes,
-        )
+        bounds = Limits(budget_bytes, disk_bytes, copies_per_content, copies_per_session)
+        limits = replace(bounds, ttl_s=ttl_s, namespace_quota_bytes=namespace_quota_bytes)
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         disk = None if path is None else Disk(Path(path), rank=rank, read_only=read_only)
         self._changed = Condition(RLock())
@@ -117,11 +112,8 @@ class SlideStore:
         with self._changed:
             self._check_open()
             self._expire()
-            empty = not layers or len(context) == 0 or layers[0][0].numel() == 0
-            entry = None
-            if not empty and not self._read_only:
-                offer = Offer(context, layers, dict(residuals or {}), tuple(reused), lease)
-                entry = self._keeper.keep(offer)
+            offer = Offer(context, layers, dict(residuals or {}), tuple(reused), lease)
+            entry = None if self._read_only else self._keeper.keep(offer)
             if entry is None:
                 self._holdings.counts["refused"] += 1
                 return False
@@ -138,6 +130,7 @@ class SlideStore:
     def contexts(self) -> list[StoredContext]:
         """All there are, oldest first, whatever their key."""
         with self._changed:
+            self._expire()
             return [entry.context for entry in self._holdings.catalog.entries()]
 
     def find_isolated(self, key: ContextKey, ids: npt.NDArray[np.int64]) -> StoredContext | None:
@@ -151,6 +144,7 @@ class SlideStore:
         """A copy in host memory (page-locked if the store is): nothing the store holds."""
         with self._changed:
             self._check_open()
+            self._expire([context])
             entry = self._holdings.entry(context, layer)
             reading = self._reader.begin(entry, layer, ranges)
         sound = False
@@ -183,6 +177,7 @@ class SlideStore:
         leased = tuple(contexts)
         with self._changed:
             self._check_open()
+            self._expire(leased)
             entries = [self._holdings.entry(context) for context in leased]
             for entry in entries:
                 entry.leases += 1
@@ -264,14 +259,19 @@ class SlideStore:
         with self._changed:
             return self._counters.metrics()
 
+    def counts(self) -> Mapping[str, float]:
+        """Those of `metrics` that are counted as it happens: cheap, however much is stored."""
+        with self._changed:
+            return self._counters.counts()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _expire(self) -> None:
-        for entry in self._holdings.catalog.expired(monotonic()):
+    def _expire(self, among: Iterable[StoredContext] | None = None) -> None:
+        for entry in self._holdings.catalog.expired(monotonic(), among):
             self._holdings.drop(entry, "expired")
 
     def _check_open(self) -> None:

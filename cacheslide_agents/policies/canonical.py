@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.errors import DataError, RequestError
+from cacheslide_agents.paths import expanded
 from cacheslide_agents.policies.base import Plan
 from cacheslide_agents.position.profile import SUFFIX, CanonicalRows, Profile
 
@@ -34,6 +36,14 @@ class CopeModel:
     npos: int
 
 
+def refuse_model(name: str) -> NoReturn:
+    """Model `name` has no contextual positions, and so no use for a profile."""
+    raise RequestError(
+        f"CCPE is for models with contextual positions (CoPE), which {name} is not; convert it "
+        "with `cacheslide train`, or leave the profiles out"
+    )
+
+
 class Profiles:
     """Profiles by task; `tasks` follows what is added. Used by the backend's worker thread; `add`
     may be called from any.
@@ -42,7 +52,9 @@ class Profiles:
     """
 
     def __init__(self, model: Callable[[], CopeModel], paths: ProfilePaths = ()) -> None:
-        """Raises as `add` does, and `DataError` for a path that holds no profile."""
+        """Raises as `add` does, and `DataError` for a path that holds no profile, `RequestError`
+        for one that cannot be a path.
+        """
         self._model = model
         self._of: dict[str, Profile] = {}
         self.tasks = self._of.keys()
@@ -84,10 +96,7 @@ def still_exact(plan: Plan, canonical: CanonicalRows) -> npt.NDArray[np.bool_]:
 
 def _files(paths: ProfilePaths) -> Iterable[Path]:
     for given in [paths] if isinstance(paths, (str, PathLike)) else paths:
-        try:
-            path = Path(given).expanduser()
-        except RuntimeError as error:
-            raise DataError(f"{given} is no path ({error}); name the file or folder") from error
+        path = expanded(given, "profiles")
         if not path.is_dir():
             yield path
             continue

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import torch
 
-from cacheslide_agents.errors import RequestError
-from cacheslide_agents.policies.canonical import CopeModel, ProfilePaths, Profiles
+from cacheslide_agents.policies.canonical import (
+    CopeModel,
+    ProfilePaths,
+    Profiles,
+    refuse_model,
+)
 from cacheslide_agents.weights.checkpoint import read_config
 from cacheslide_agents.weights.fingerprint import fingerprint
 from vllm_cacheslide.cope.config import MODEL_TYPE, CopeLlamaConfig
@@ -28,10 +32,7 @@ def open_profiles(model: str | Path, paths: ProfilePaths) -> Profiles:
 def _cope_model(folder: Path) -> CopeModel:
     config = read_config(folder)
     if config.get("model_type") != MODEL_TYPE:
-        raise RequestError(
-            f"CCPE is for models with contextual positions (CoPE), which {folder.name} is not; "
-            "convert it with `cacheslide train`, or leave the profiles out"
-        )
+        refuse_model(folder.name)
     sizes = CopeLlamaConfig.from_dict(config)
     digest = fingerprint(folder, torch.float32)
     return CopeModel(digest, sizes.num_hidden_layers, sizes.num_attention_heads, sizes.cope_npos)

@@ -48,7 +48,7 @@ class Sequences(AttentionMetadata):
 
 
 class SequencesBuilder(AttentionMetadataBuilder[Sequences]):
-    """Holds nothing between steps. It never waits for the device."""
+    """Holds nothing between steps. It waits for the device only where the host has no lengths."""
 
     def __init__(
         self,
