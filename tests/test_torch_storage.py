@@ -151,3 +151,8 @@ def test_a_session_is_pinned_in_the_namespace_that_is_named(folder: str) -> None
         kept.append(ask(backend, 2, namespace="tenant", session=None)[1].reused_tokens > 0)
         backend.close()
     assert kept == [True, False]
+
+
+def test_a_folder_of_nobody_is_refused_by_name(tiny_model: str) -> None:
+    with pytest.raises(RequestError, match=r"store_path='~nobody-here/x' is no path"):
+        TorchBackend(tiny_model, device="cpu", store_path="~nobody-here/x")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from cacheslide_agents.errors import ModelNotFoundError
+from cacheslide_agents.errors import ModelNotFoundError, RequestError
+from cacheslide_agents.paths import expanded
 from torch_cacheslide.adapter import Adapter, is_adapter, merged
 from torch_cacheslide.gguf import converted
 from torch_cacheslide.quiet import quiet
@@ -32,9 +33,9 @@ _logger = logging.getLogger(__name__)
 def cache_home() -> Path:
     """`$CACHESLIDE_HOME`, else `$XDG_CACHE_HOME/cacheslide`, else `~/.cache/cacheslide`."""
     if home := os.environ.get("CACHESLIDE_HOME"):
-        return Path(home).expanduser()
+        return expanded(home, "CACHESLIDE_HOME")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "cacheslide"
+    return expanded(base, "XDG_CACHE_HOME") / "cacheslide"
 
 
 def locate(name: str | Path) -> Path:
@@ -46,9 +47,9 @@ def locate(name: str | Path) -> Path:
     if not str(name):
         raise ModelNotFoundError("the model's name is empty; give a folder, an alias or a hub id")
     try:
-        path = Path(name).expanduser()
+        path = expanded(name, "model")
         is_folder, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError, TypeError) as error:  # too long, ~nobody, no text at all
+    except (OSError, RequestError, TypeError) as error:  # too long, ~nobody, no text at all
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(
             f"{str(name)[:80]!r} can name no model ({reason}); give a folder, an alias or a hub id"
@@ -81,7 +82,7 @@ def _adapted(folder: Path, models: Path) -> Path:
     try:
         if adapter.base == folder.name:
             raise ModelNotFoundError("its card names the adapter itself")
-        if is_adapter(Path(adapter.base).expanduser()) or is_adapter(ADAPTERS / adapter.base):
+        if is_adapter(expanded(adapter.base, "base")) or is_adapter(ADAPTERS / adapter.base):
             raise ModelNotFoundError(f"its card names {adapter.base}, which is an adapter, too")
         base = locate(adapter.base)
     except ModelNotFoundError as error:

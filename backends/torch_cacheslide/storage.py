@@ -6,11 +6,11 @@ In: a store, or where and how large to make one. Out: the store, closed in time 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from weakref import finalize
 
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages import MemoryStore, PageStore, SlideStore
+from cacheslide_agents.paths import expanded
 
 
 class Storage:
@@ -46,7 +46,7 @@ class Storage:
 def _made(nbytes: int, path: str | os.PathLike[str] | None, disk_bytes: int) -> PageStore:
     if path is None:
         return MemoryStore(nbytes)
-    return SlideStore(nbytes, Path(path).expanduser(), disk_bytes=disk_bytes)
+    return SlideStore(nbytes, expanded(path, "store_path"), disk_bytes=disk_bytes)
 
 
 def _close(store: PageStore, owner: int) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from cacheslide_agents.errors import TokenizerError
+from cacheslide_agents.paths import expanded
 from cacheslide_agents.prompt.control import (
     ControlTokens,
     Engine,
@@ -36,7 +37,7 @@ def load_tokenizer(path: str | Path, **options: Any) -> Any:
     """
     from transformers import AutoTokenizer  # slow to import, and only needed here
 
-    folder = Path(path).expanduser()
+    folder = expanded(path, "model")
     if not folder.is_dir() and (folder.exists() or isinstance(path, Path) or folder.is_absolute()):
         raise TokenizerError(f"no tokenizer folder at {path}; give a folder or a hub id")
     try:
