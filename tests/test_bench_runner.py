@@ -178,7 +178,7 @@ def test_the_frontier_study_gives_one_point_for_each_task_and_variant(
 
 
 def test_an_unknown_study_or_family_is_a_data_error(backend: ScriptedBackend, data: Path) -> None:
-    with pytest.raises(DataError, match="no study named 'x'; known: decoupling, drift, "):
+    with pytest.raises(DataError, match="no study named 'x'; known: answers, decoupling, "):
         run_study("x", data=data, backend=backend)
     with pytest.raises(DataError, match="no family named 'x'; known: affinity"):
         run_study("frontier", data=data, backend=backend, families=("x",))
