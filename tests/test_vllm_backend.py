@@ -115,7 +115,7 @@ def test_log_probabilities_are_those_of_the_chosen_and_most_likely_tokens(
     told = [each for chunk in backend.generate(request) for each in chunk.logprobs]
     tokens = [each.token_id for each in told]
     scores = backend.score(lab.request(first, Recompute(), namespace=namespace), tokens)
-    assert scores.logprobs.shape == (lab.TOKENS, backend._vocabulary)
+    assert scores.logprobs.shape == (lab.TOKENS, lab.VOCABULARY)
     assert np.allclose(np.exp(scores.logprobs).sum(axis=1), 1.0, atol=1e-4)
     for row, each in zip(scores.logprobs, told, strict=True):
         assert each.logprob == pytest.approx(row[each.token_id], abs=1e-4)
