@@ -19,3 +19,9 @@ def expanded(path: str | PathLike[str], name: str) -> Path:
         raise RequestError(
             f"{name}={fspath(path)!r} is no path ({error}); write it out from the root"
         ) from error
+
+
+def short_name(model: str | PathLike[str]) -> str:
+    """A model's name for people: a folder's own, else the alias or hub id that was given."""
+    path = expanded(model, "model")
+    return path.name if path.exists() else fspath(model)

@@ -20,16 +20,16 @@ import torch
 from cacheslide_agents.backend import (
     GenerationChunk,
     GenerationRequest,
-    PolicyLike,
     Receipt,
     Scores,
 )
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import ContextOverflowError, RequestError
+from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.canonical import ProfilePaths, Profiles
+from cacheslide_agents.policies.checks import Checks, policy_of
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
@@ -40,7 +40,6 @@ from torch_cacheslide.engine import Engine, Job
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
 from torch_cacheslide.idle import IdleWork
-from torch_cacheslide.ids import check_ids
 from torch_cacheslide.load import Decoupling, Loading
 from torch_cacheslide.models import load_model
 from torch_cacheslide.prompted import Prompted
@@ -114,9 +113,9 @@ class TorchBackend:
         self.device = stack.device
         self.dtype = stack.dtype
         self.max_model_len = window_of(config)
-        self._vocabulary = int(config.vocab_size)
+        self._checks = Checks(int(config.vocab_size), self.max_model_len)
         ends = ends_of(loaded.model, loaded.tokenizer)
-        self._writer = Writer(loaded.tokenizer, self._vocabulary, ends)
+        self._writer = Writer(loaded.tokenizer, self._checks.vocabulary, ends)
         self._policy: Policy = policy if policy is not None else CacheSlide()
         cost = CostModel.from_config(config)
         self.position = rotary = position_of(config)
@@ -144,25 +143,25 @@ class TorchBackend:
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
-        self._check(request.prompt_ids)
+        self._checks.prompt(request.prompt_ids)
         self._writer.check(request)
         return self._engine.stream(lambda job: self._answer(request, job))
 
     def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """The same for asyncio; cancelling the task cancels the request."""
-        self._check(request.prompt_ids)
+        self._checks.prompt(request.prompt_ids)
         return self._engine.astream(lambda job: self._answer(request, job))
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
-        room = check_ids("continuation_ids", continuation_ids, self._vocabulary)
-        self._check(request.prompt_ids, room)
+        room = self._checks.ids("continuation_ids", continuation_ids)
+        self._checks.prompt(request.prompt_ids, room)
         (scores,) = self._engine.stream(lambda job: self._score(request, continuation_ids, job))
         return cast(Scores, scores)
 
     def warm(self, request: GenerationRequest) -> None:
         """Fill the store with what the policy will look for when a prompt like this one comes."""
-        self._check(request.prompt_ids)
+        self._checks.prompt(request.prompt_ids)
         list(self._engine.stream(lambda _: self._warm(request)))
 
     def pin(self, session: str, namespace: str = "default") -> None:
@@ -229,7 +228,7 @@ class TorchBackend:
         job.emit(Scores(logprobs, receipt))
 
     def _warm(self, request: GenerationRequest) -> None:
-        policy = self._policy_of(request)
+        policy = policy_of(request, self._policy)
         if policy.population is Population.ISOLATED:
             with torch.inference_mode():
                 self._runtime.populate_chunks(request, policy)
@@ -240,7 +239,7 @@ class TorchBackend:
     @contextmanager
     def _prefilled(self, request: GenerationRequest, room: int) -> Iterator[Prompted]:
         """Its prompt, prefilled; what it reuses is held until the end of the block."""
-        policy = self._policy_of(request)
+        policy = policy_of(request, self._policy)
         with torch.inference_mode(), self._runtime.prefill(request, policy, room) as prompted:
             self._idle.after(prompted)
             yield prompted
@@ -252,19 +251,8 @@ class TorchBackend:
             queue_s=queued - job.submitted,
         )
 
-    def _policy_of(self, request: GenerationRequest) -> Policy:
-        policy: PolicyLike = request.policy if request.policy is not None else self._policy
-        if not isinstance(policy, Policy):
-            raise RequestError(f"policy {policy!r} is not one; see cacheslide_agents.policies")
-        return policy
-
-    def _check(self, ids: Sequence[int], room: int = 1) -> None:
-        count = check_ids("prompt_ids", ids, self._vocabulary)
-        if count + room > self.max_model_len:
-            raise ContextOverflowError(count, self.max_model_len, room)
-
     def _fitting(self, prompt: EncodedPrompt) -> EncodedPrompt:
-        self._check(prompt.ids)
+        self._checks.prompt(prompt.ids)
         return prompt
 
     def _count(self, receipt: Receipt) -> None:

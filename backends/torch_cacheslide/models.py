@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from cacheslide_agents.errors import ModelLoadError
-from cacheslide_agents.paths import expanded
+from cacheslide_agents.paths import short_name
 from cacheslide_agents.weights.checkpoint import read_config, tensor_entries
 from cacheslide_agents.weights.fingerprint import fingerprint
 from torch_cacheslide.architecture import check_layers, check_model_type
@@ -72,7 +72,7 @@ def load_model(
     tokenizer = _load_tokenizer(folder, config.vocab_size)
     model = _load_weights(folder, config, place, precision, attn_implementation)
     _check_finite(model, folder, precision)
-    model_id = Path(name).name if expanded(name, "model").exists() else str(name)
+    model_id = short_name(name)
     return LoadedModel(model, tokenizer, model_id, folder, fingerprint(folder, precision))
 
 

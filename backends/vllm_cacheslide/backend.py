@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
-from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
 
@@ -28,10 +27,11 @@ from cacheslide_agents.backend import (
 )
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import BackendError
+from cacheslide_agents.paths import short_name
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy, Population
-from cacheslide_agents.policies.canonical import ProfilePaths
-from vllm_cacheslide.checks import Checks, policy_of
+from cacheslide_agents.policies.canonical import ProfilePaths, profile_paths
+from cacheslide_agents.policies.checks import Checks, policy_of
 from vllm_cacheslide.engine import EngineThread
 from vllm_cacheslide.forced import FORCED
 from vllm_cacheslide.guard import log
@@ -81,11 +81,11 @@ class VllmBackend:
             "namespace_quota_bytes": namespace_quota_bytes,
             "prefetch": prefetch,
             "attention": attention,
-            "profiles": _paths(profiles),
+            "profiles": [fspath(each) for each in profile_paths(profiles)],
         }
         args = engine_args(model, extra, {"dtype": dtype, **options})
         self._policy: Policy = policy if policy is not None else CacheSlide()
-        self.model_id = Path(model).name if Path(model).expanduser().exists() else model
+        self.model_id = short_name(model)
         self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
         try:
             self._ask_engine()
@@ -246,7 +246,3 @@ class VllmBackend:
     def _rpc(self, method: str, *args: object) -> Any:
         """What rank 0 answers."""
         return self._thread.call(lambda engine: engine.collective_rpc(method, args=args))[0]
-
-
-def _paths(given: ProfilePaths) -> list[str]:
-    return [fspath(each) for each in ([given] if isinstance(given, (str, PathLike)) else given)]

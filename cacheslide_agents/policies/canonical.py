@@ -94,8 +94,13 @@ def still_exact(plan: Plan, canonical: CanonicalRows) -> npt.NDArray[np.bool_]:
     return plan.exact & (np.arange(len(plan.exact)) < canonical.first)
 
 
+def profile_paths(given: ProfilePaths) -> Sequence[str | PathLike[str]]:
+    """One path is as good as several."""
+    return [given] if isinstance(given, (str, PathLike)) else given
+
+
 def _files(paths: ProfilePaths) -> Iterable[Path]:
-    for given in [paths] if isinstance(paths, (str, PathLike)) else paths:
+    for given in profile_paths(paths):
         path = expanded(given, "profiles")
         if not path.is_dir():
             yield path

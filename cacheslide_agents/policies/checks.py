@@ -1,4 +1,4 @@
-"""Whether a request can go to the engine at all.
+"""Whether a request can be answered at all, by any backend.
 
 In: requests and token ids. Out: nothing, or an error that names what is wrong.
 """
@@ -24,18 +24,29 @@ class Checks:
     window: int
 
     def request(self, request: GenerationRequest, policy: Policy, room: int = 1) -> None:
-        """`RequestError`, or `ContextOverflowError` if `room` new tokens do not fit."""
-        count = self.ids("prompt_ids", request.prompt_ids)
-        if count + room > self.window:
-            raise ContextOverflowError(count, self.window, room)
+        """As `prompt`; and `RequestError` for spans with gaps or overlaps."""
+        self.prompt(request.prompt_ids, room)
         ids = np.asarray(request.prompt_ids, dtype=np.int64)
         Prompt(ids, tuple(request.spans), policy).check()
 
+    def prompt(self, ids: Sequence[int], room: int = 1) -> None:
+        """`RequestError`, or `ContextOverflowError` if `room` new tokens do not fit."""
+        count = self.ids("prompt_ids", ids)
+        if count + room > self.window:
+            raise ContextOverflowError(count, self.window, room)
+
     def ids(self, name: str, ids: Sequence[int]) -> int:
-        """How many; `RequestError`, which calls them `name`, for what are no token ids."""
-        array = np.asarray(ids)
-        if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-            raise RequestError(f"{name} must be one flat sequence of at least one token id")
+        """How many they are. `RequestError` names `name`; what is not whole is never cut off."""
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # rows of different lengths
+            array = np.array(None)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iuO"):
+            raise RequestError(f"{name} must be one flat sequence of integer token ids")
+        if not array.size:
+            raise RequestError(f"{name} is empty; give at least one token")
+        if array.dtype.kind == "O" and not all(isinstance(each, int) for each in ids):
+            raise RequestError(f"{name} must be one flat sequence of integer token ids")
         low, high = array.min(), array.max()
         if low < 0 or high >= self.vocabulary:
             raise RequestError(
