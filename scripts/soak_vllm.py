@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 from soak_vllm_sessions import Record, Session, check
+from tiny_llama import VOCABULARY, write_tiny_llama
 
-VOCABULARY = 512
 TEXT_TOKENS = 480
 BLOCKS = 48
 """Blocks of 128 tokens: about ten prompts with their answers."""
@@ -34,7 +34,7 @@ SAMPLE_S = 1.0
 def main(words: Sequence[str] | None = None) -> int:
     given = arguments(words)
     with TemporaryDirectory() as folder:
-        model = given.model or tiny_model(Path(folder))
+        model = given.model or write_tiny_llama(Path(folder))
         backend = engine(str(model), given)
         try:
             found = asyncio.run(soak(backend, given))
@@ -144,36 +144,6 @@ def growth(mib: Sequence[float]) -> float:
     sixth = max(1, len(mib) // 6)
     settled = mib[len(mib) // 3 :][:sixth]
     return median(mib[-sixth:]) / median(settled) - 1.0
-
-
-def tiny_model(folder: Path) -> Path:
-    """A Llama with random weights and one token for each byte."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    pieces += [f"<{number}>" for number in range(VOCABULARY - len(pieces))]
-    tokenizer = Tokenizer(models.BPE({piece: token for token, piece in enumerate(pieces)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped: Any = PreTrainedTokenizerFast
-    wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    return folder
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from tempfile import mkdtemp
 from typing import Any
 
@@ -27,6 +28,7 @@ from cacheslide_agents.pages.base import ContextKey
 from cacheslide_agents.policies.base import Policy
 
 MISSING = "" if find_spec("vllm") else "vLLM is not installed"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 VOCABULARY = 512
 TOKENS = 12
 PROFILED = "profiled"
@@ -118,33 +120,8 @@ def _close(backend: Any) -> None:
 @cache
 def tiny_model() -> Path:
     """A Llama with random weights, large enough that positions matter."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = Path(mkdtemp(prefix="tiny-vllm-"))
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    pieces = ["<s>", "</s>", *letters, *(f"<{number}>" for number in range(VOCABULARY))]
-    vocabulary = {piece: token for token, piece in enumerate(pieces[:VOCABULARY])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped: Any = PreTrainedTokenizerFast
-    wrapped(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    write = run_path(str(SCRIPTS / "tiny_llama.py"))["write_tiny_llama"]
+    folder: Path = write(Path(mkdtemp(prefix="tiny-vllm-")))
     return folder
 
 
