@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,8 @@ from tokenizers import (
     trainers,
 )
 from tokenizers import pre_tokenizers as pre
+
+from cacheslide_agents.policies.cost import CostModel
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -242,6 +244,24 @@ def tokenizers(request: pytest.FixtureRequest) -> Callable[[str], Any]:
 def tokenizer(request: pytest.FixtureRequest, tokenizers: Callable[[str], Any]) -> Any:
     """Every family in turn."""
     return tokenizers(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nominal_prices() -> Iterator[Callable[..., None]]:
+    """Prices stay those of the geometry: what a plan declines hangs on no machine's speed.
+
+    Gives the `CostModel.observe` that it took away.
+    """
+    observe = CostModel.observe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CostModel, "observe", lambda _self, _work, _seconds: None)
+        yield observe
+
+
+@pytest.fixture
+def learnt_prices(nominal_prices: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests about what observed seconds teach the cost model."""
+    monkeypatch.setattr(CostModel, "observe", nominal_prices)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from cacheslide_agents.policies.cost import CostModel, Geometry
 from cacheslide_agents.policies.fit import fit_seconds
 from cacheslide_agents.policies.work import Work
 
+pytestmark = pytest.mark.usefixtures("learnt_prices")
+
 SIZES = {
     "layers": 30,
     "hidden": 576,

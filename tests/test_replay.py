@@ -199,6 +199,7 @@ def test_totals_add_up_over_requests(predicted: list[Prediction], model: ReplayM
     assert timed["cacheslide"].ttft_s == pytest.approx(seconds)
 
 
+@pytest.mark.usefixtures("learnt_prices")
 def test_prices_can_be_measured_on_requests_of_the_trace(
     backend: TorchBackend, turns: list[Turn], tiny_model: str
 ) -> None:

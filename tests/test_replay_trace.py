@@ -225,6 +225,7 @@ def test_the_work_of_dense_and_prefix_rows_is_known_exactly() -> None:
         assert (found.loaded, found.selecting) == (4 * start, 0)
 
 
+@pytest.mark.usefixtures("learnt_prices")
 def test_prices_of_a_result_file_predict_rows_that_are_not_in_it(
     tiny_model: str, tmp_path: Path
 ) -> None:

@@ -369,6 +369,7 @@ def test_generated_tokens_are_kept_beside_residuals_of_the_prompt() -> None:
     assert again.receipt.outcome == "partial"
 
 
+@pytest.mark.usefixtures("learnt_prices")
 def test_the_time_of_a_fallback_teaches_the_cost_model_nothing() -> None:
     class Broken:
         def select(self, view: Any) -> Any:
