@@ -76,6 +76,20 @@ def test_a_backend_that_cannot_be_made_ends_its_engine(thread: type[Thread]) -> 
     assert [each.closed for each in thread.made] == [1]
 
 
+def test_an_engine_that_does_not_start_is_one_error_that_names_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm_cacheslide import backend
+
+    def fails(_: Any) -> None:
+        raise RuntimeError("less memory than desired")
+
+    monkeypatch.setattr(backend, "engine_args", lambda *_: None)
+    monkeypatch.setattr(backend.LLMEngine, "from_engine_args", fails)
+    with pytest.raises(BackendError, match=r"engine for some/tiny did not start: less memory than"):
+        backend.VllmBackend("some/tiny")
+
+
 @pytest.mark.parametrize(
     ("error", "logged"), [(BackendError("closed"), False), (RuntimeError("disk full"), True)]
 )

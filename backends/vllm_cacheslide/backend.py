@@ -86,7 +86,12 @@ class VllmBackend:
         args = engine_args(model, extra, {"dtype": dtype, **options})
         self._policy: Policy = policy if policy is not None else CacheSlide()
         self.model_id = short_name(model)
-        self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
+        try:
+            self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
+        except Exception as error:
+            raise BackendError(
+                f"vLLM's engine for {self.model_id} did not start: {error}; vLLM's log has the cause"
+            ) from error
         try:
             self._ask_engine()
         except BaseException:
