@@ -90,7 +90,7 @@ class VllmBackend:
             self._thread = EngineThread(lambda: LLMEngine.from_engine_args(args))
         except Exception as error:
             raise BackendError(
-                f"vLLM's engine for {self.model_id} did not start: {error}; vLLM's log has the cause"
+                f"vLLM's engine for {self.model_id} did not start: {error}; its log has the cause"
             ) from error
         try:
             self._ask_engine()
