@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,8 +42,18 @@ def test_environment_of_the_caller_stays_with_the_caller(
 
 
 def test_time_that_runs_out_ends_the_command_and_all_it_started(shell: Shell) -> None:
-    done = Shell(shell.folder, timeout_s=1.0).run("sleep 50 & echo started; sleep 50")
+    done = Shell(shell.folder, timeout_s=5.0).run("sleep 500 & echo started; sleep 500")
     assert (done.code, done.output) == (None, "started\n")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_command_that_closes_its_output_may_still_finish(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    if not alone:
+        monkeypatch.setattr("langchain_cacheslide.agents.shell._can_be_alone", lambda: False)
+    assert shell.run("exec >/dev/null 2>&1; sleep 1; touch done; exit 3") == Result(3, "")
+    assert (shell.folder / "done").exists()
 
 
 def test_long_output_keeps_its_start_and_its_end(shell: Shell) -> None:
@@ -85,9 +98,16 @@ def test_no_network_is_in_reach(shell: Shell) -> None:
 
 def test_processes_that_leave_the_group_die_with_their_command(shell: Shell) -> None:
     needs(shell.confinement.processes)
-    shell.run("setsid sleep 271828 & echo")
-    commands = (Path("/proc") / pid / "cmdline" for pid in os.listdir("/proc") if pid.isdigit())
-    assert not [one for one in commands if one.exists() and b"271828" in one.read_bytes()]
+    seconds = str(secrets.randbelow(10**8) + 10**8)
+    shell.run(f"setsid sleep {seconds} & echo")
+    assert not [line for line in command_lines() if seconds.encode() in line]
+
+
+def command_lines() -> Iterator[bytes]:
+    """Of the processes that are running; some end while they are looked at."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            yield (Path("/proc") / pid / "cmdline").read_bytes()
 
 
 def test_confinement_is_told_in_words() -> None:

@@ -16,7 +16,9 @@ from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 
 from cacheslide_agents.chunks import Role
+from cacheslide_agents.errors import BackendError
 from langchain_cacheslide import ChatCacheSlide
+from langchain_cacheslide.hints import SessionHints
 from langchain_cacheslide.marks import chunk_block, marked_messages, marked_system
 from langchain_cacheslide.middleware import CacheSlideMiddleware
 
@@ -142,6 +144,43 @@ def test_session_that_the_model_names_itself_stays(scripted: Any) -> None:
     named = ChatCacheSlide(backend=model.backend, session="mine")
     agent(named, [CacheSlideMiddleware()]).invoke(ASKED, THREAD)
     assert model.backend.events == [("generate", "mine"), ("release", "mine")]
+
+
+def test_hints_are_for_the_namespace_that_the_calls_name(scripted: Any) -> None:
+    model = scripted(CALL, "It rains.")
+    own = ChatCacheSlide(backend=model.backend, namespace="tenant-a")
+    agent(own, [CacheSlideMiddleware()]).invoke(ASKED, THREAD)
+    assert ("pin", "t1") in model.backend.events
+    assert {request.namespace for request in model.backend.requests} == {"tenant-a"}
+    assert model.backend.hinted == {"tenant-a"}
+
+
+@pytest.mark.parametrize(("bound", "namespace"), [({}, "mine"), ({"namespace": "b"}, "b")])
+def test_a_binding_names_the_namespace_of_hints(
+    scripted: Any, bound: dict[str, str], namespace: str
+) -> None:
+    backend = scripted("Yes").backend
+    model = ChatCacheSlide(backend=backend, namespace="mine").bind(temperature=0.0).bind(**bound)
+    SessionHints(model, "t1").tool_runs()
+    assert backend.events == [("pin", "t1"), ("refresh", "t1")]
+    assert backend.hinted == {namespace}
+
+
+def test_model_that_fails_after_a_tool_leaves_nothing_pinned(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scripted(CALL, "It rains.")
+    answer = model.backend._pieces
+
+    def once(request: Any) -> Any:
+        if len(model.backend.requests) > 1:
+            raise BackendError("the engine has ended")
+        return answer(request)
+
+    monkeypatch.setattr(model.backend, "_pieces", once)
+    with pytest.raises(BackendError, match="has ended"):
+        agent(model, [CacheSlideMiddleware()]).invoke(ASKED, THREAD)
+    assert model.backend.events == [*TOOL_TURN[:3], ("release", "t1")]
 
 
 def test_tool_that_raises_leaves_nothing_pinned(scripted: Any) -> None:

@@ -170,9 +170,9 @@ class TorchBackend:
     def release(self, session: str, namespace: str = "default") -> None:
         self.store.unpin(session, namespace)
 
-    def refresh(self, session: str) -> None:
+    def refresh(self, session: str, namespace: str = "default") -> None:
         """Have the session's newest context computed densely, when no request waits."""
-        self._idle.refresh(session)
+        self._idle.refresh(session, namespace)
 
     def calibrate(
         self, prompts: Iterable[EncodedPrompt], seen: Callable[[int], None] | None = None

@@ -38,7 +38,7 @@ class IdleWork:
 
     def __init__(self, runtime: Runtime, engine: Engine, policy: Policy) -> None:
         self._runtime, self._engine, self._policy = runtime, engine, policy
-        self._keys: OrderedDict[str, set[ContextKey]] = OrderedDict()
+        self._keys: OrderedDict[tuple[str, str], set[ContextKey]] = OrderedDict()
         self._counts: dict[str, float] = {"refreshes": 0.0, "guard_kl": 0.0}
         self._leases: dict[Lease, None] = {}
 
@@ -46,8 +46,9 @@ class IdleWork:
         """Look at a request that was prefilled: whose it was, and whether it is to be checked."""
         session, key = prompted.request.session, prompted.key
         if session is not None:
-            self._keys.setdefault(session, set()).add(key)
-            self._keys.move_to_end(session)
+            whose = (session, key.namespace)
+            self._keys.setdefault(whose, set()).add(key)
+            self._keys.move_to_end(whose)
             if len(self._keys) > _SESSIONS:
                 self._keys.popitem(last=False)
         guard = self._runtime.guard
@@ -58,9 +59,9 @@ class IdleWork:
         elif prompted.plan.runs and guard.tripped_at(key) is None and guard.due(key):
             self._check(guard, prompted)
 
-    def refresh(self, session: str) -> None:
+    def refresh(self, session: str, namespace: str) -> None:
         """Have the newest context of `session` computed densely, unless it is exact already."""
-        for key in tuple(self._keys.get(session, ())):
+        for key in tuple(self._keys.get((session, namespace), ())):
             newest = next(iter(self._runtime.store.find(key, session)), None)
             if newest is not None and newest.session == session and not newest.exact.all():
                 self._refresh(newest)

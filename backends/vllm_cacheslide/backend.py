@@ -147,13 +147,13 @@ class VllmBackend:
             one = replace(request, sampling=Sampling(max_tokens=1), grammar=None, retain=True)
             list(self.generate(one))
 
-    def pin(self, session: str) -> None:
-        self._rpc("cacheslide_pin", session, True)
+    def pin(self, session: str, namespace: str = "default") -> None:
+        self._rpc("cacheslide_pin", session, namespace, True)
 
-    def release(self, session: str) -> None:
-        self._rpc("cacheslide_pin", session, False)
+    def release(self, session: str, namespace: str = "default") -> None:
+        self._rpc("cacheslide_pin", session, namespace, False)
 
-    def refresh(self, session: str) -> None:
+    def refresh(self, session: str, namespace: str = "default") -> None:
         """A hint this backend does not act on yet: the next dense turn refreshes."""
 
     def forget_prefixes(self) -> None:

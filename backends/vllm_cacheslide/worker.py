@@ -59,10 +59,10 @@ class CacheSlideWorker(_Worker):
         connector = self._connector()
         return connector.off if connector is not None else "the connector is not configured"
 
-    def cacheslide_pin(self, session: str, pinned: bool) -> None:
+    def cacheslide_pin(self, session: str, namespace: str, pinned: bool) -> None:
         working = self._working()
         if working:
-            (working.store.pin if pinned else working.store.unpin)(session)
+            (working.store.pin if pinned else working.store.unpin)(session, namespace)
 
     def _connector(self) -> CacheSlideConnector | None:
         group = get_kv_transfer_group() if has_kv_transfer_group() else None

@@ -56,22 +56,33 @@ class SessionHints:
 
     def __init__(self, model: Any, session: str | None) -> None:
         found = chat_model_in(model)
-        self._session = session
+        self._whose: tuple[str, str] | None = None
         self._backend: Backend | None = None
         if found is not None and not found.is_remote:
-            self._session = found.session or session
+            name = found.session or session
+            self._whose = None if name is None else (name, _namespace_in(model, found))
             self._backend = found.load()
 
     def tool_runs(self) -> None:
         """A tool is about to run: keep what is stored, and use the idle time to refresh it."""
-        if self._backend is not None and self._session is not None:
-            self._backend.pin(self._session)
-            self._backend.refresh(self._session)
+        if self._backend is not None and self._whose is not None:
+            self._backend.pin(*self._whose)
+            self._backend.refresh(*self._whose)
 
     def release(self) -> None:
         """Nothing needs to be kept any longer."""
-        if self._backend is not None and self._session is not None:
-            self._backend.release(self._session)
+        if self._backend is not None and self._whose is not None:
+            self._backend.release(*self._whose)
+
+
+def _namespace_in(model: Any, found: ChatCacheSlide) -> str:
+    """The one that calls of `model` name: the outermost binding's, else the chat model's own."""
+    while model is not found:
+        given = getattr(model, "kwargs", None) or {}
+        if given.get("namespace") is not None:
+            return str(given["namespace"])
+        model = getattr(model, "bound", None) or getattr(model, "model", None)
+    return found.namespace
 
 
 def warm(model: ChatCacheSlide, messages: Sequence[BaseMessage], **given: Any) -> None:

@@ -96,9 +96,12 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         if model is None:
             return handler(request)
         try:
-            return handler(self._told(request, model))
-        finally:
-            self._unpin(request.state)
+            answer = handler(self._told(request, model))
+        except BaseException:
+            self._forget(request.state)
+            raise
+        self._unpin(request.state)
+        return answer
 
     async def awrap_model_call(
         self, request: ModelRequest[Any], handler: RespondAsync
@@ -107,14 +110,20 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         if model is None:
             return await handler(request)
         try:
-            return await handler(self._told(request, model))
-        finally:
-            await asyncio.to_thread(self._unpin, request.state)
+            answer = await handler(self._told(request, model))
+        except BaseException:
+            self._forget(request.state)
+            raise
+        await asyncio.to_thread(self._unpin, request.state)
+        return answer
 
     def wrap_tool_call(
         self, request: ToolCallRequest, handler: Callable[[ToolCallRequest], Outcome]
     ) -> Outcome:
-        """The session stays pinned until the model has seen the result."""
+        """The session stays pinned until the model has seen the result.
+
+        A tool that raises unpins at once, even with others still running: its run may end here.
+        """
         self._pin(request.state)
         try:
             return handler(request)
@@ -133,9 +142,7 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
             raise
 
     def after_agent(self, state: CacheSlideState, runtime: Runtime[Any]) -> None:
-        session = _session_in(state)
-        SessionHints(self._models.pop(session, None), session).release()
-        self._pinned.discard(session)
+        self._forget(state)
 
     async def aafter_agent(self, state: CacheSlideState, runtime: Runtime[Any]) -> None:
         await asyncio.to_thread(self.after_agent, state, runtime)
@@ -165,6 +172,11 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         if session in self._pinned:
             self._pinned.discard(session)
             SessionHints(self._models.get(session), session).release()
+
+    def _forget(self, state: Any) -> None:
+        session = _session_in(state)
+        self._pinned.discard(session)
+        SessionHints(self._models.pop(session, None), session).release()
 
 
 def _session(runtime: Runtime[Any]) -> str:

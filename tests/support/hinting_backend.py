@@ -1,7 +1,7 @@
 """A backend that gives scripted answers and writes down in which order it was asked and hinted.
 
 In: answers. Out: those, letter by letter, one for each request; `events`, such as
-("generate", "s1"), ("pin", "s1").
+("generate", "s1"), ("pin", "s1"); `hinted`, the namespaces that hints were for.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class HintingBackend(FakeBackend):
         self._script = list(answers)
         self.events: list[tuple[str, str | None]] = []
         self.warmed: list[str] = []
+        self.hinted: set[str] = set()
 
     def _pieces(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         self.events.append(("generate", request.session))
@@ -38,14 +39,18 @@ class HintingBackend(FakeBackend):
         self.events.append(("warm", request.session))
         self.warmed.append(self.prompt(request))
 
-    def pin(self, session: str) -> None:
-        self.events.append(("pin", session))
+    def pin(self, session: str, namespace: str = "default") -> None:
+        self._hinted("pin", session, namespace)
 
-    def release(self, session: str) -> None:
-        self.events.append(("release", session))
+    def release(self, session: str, namespace: str = "default") -> None:
+        self._hinted("release", session, namespace)
 
-    def refresh(self, session: str) -> None:
-        self.events.append(("refresh", session))
+    def refresh(self, session: str, namespace: str = "default") -> None:
+        self._hinted("refresh", session, namespace)
+
+    def _hinted(self, hint: str, session: str, namespace: str) -> None:
+        self.events.append((hint, session))
+        self.hinted.add(namespace)
 
     def prompts(self) -> list[str]:
         return [self.prompt(request) for request in self.requests]

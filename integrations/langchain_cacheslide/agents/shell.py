@@ -108,8 +108,10 @@ class Shell:
         except (OSError, ValueError) as error:  # too long, a NUL, half a character, no folder
             return Result(_CANNOT_RUN, f"the command cannot be run: {error}")
         assert process.stdout is not None
+        deadline = monotonic() + self.timeout_s
         try:
-            output, ended = self._read(process.stdout, monotonic() + self.timeout_s)
+            output = self._read(process.stdout, deadline)
+            ended = _ends_by(process, deadline)
         finally:
             _kill(process)
             process.stdout.close()
@@ -147,8 +149,8 @@ class Shell:
         home = {"HOME": here, "TMPDIR": here}
         return {"PATH": path, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", **home}
 
-    def _read(self, stream: IO[bytes], deadline: float) -> tuple[str, bool]:
-        """The output, and whether the command ended; what is cut out is dropped as it comes."""
+    def _read(self, stream: IO[bytes], deadline: float) -> str:
+        """The output until it is closed; what is cut out is dropped as it comes."""
         half = 2 * self.output_chars  # bytes: UTF-8 takes up to four a character, two in each half
         head, tail, dropped = b"", b"", 0
         with selectors.DefaultSelector() as waiting:
@@ -156,12 +158,12 @@ class Shell:
             while (left := deadline - monotonic()) > 0 and waiting.select(left):
                 piece = os.read(stream.fileno(), _READ)
                 if not piece:
-                    return self._cut(head, tail, dropped), True
+                    break
                 room = max(0, half - len(head))
                 head, rest = head + piece[:room], tail + piece[room:]
                 tail = rest[-half:]
                 dropped += len(rest) - len(tail)
-        return self._cut(head, tail, dropped), False
+        return self._cut(head, tail, dropped)
 
     def _cut(self, head: bytes, tail: bytes, dropped: int) -> str:
         first, last = (part.decode(errors="replace") for part in (head, tail))
@@ -184,10 +186,17 @@ def _can_be_alone() -> bool:
     return tried.returncode == 0
 
 
+def _ends_by(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Whether the command ends by itself in time: it may go on with its output closed."""
+    try:
+        process.wait(timeout=max(0.0, deadline - monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """End the command and its process group. A command that ended by itself keeps its exit code."""
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=0.2)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
