@@ -109,7 +109,7 @@ class TokenLogprob:
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and int(value) >= least
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _finite(value: object, least: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 from tokenizers import (
     AddedToken,
     Regex,
@@ -28,6 +29,9 @@ from tokenizers import pre_tokenizers as pre
 from cacheslide_agents.policies.cost import CostModel
 
 ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile("any_machine", deadline=None)
+settings.load_profile("any_machine")
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -233,7 +233,7 @@ def test_shared_tokens_ignore_order_and_runs_below_min_run() -> None:
 
 
 @example(copies=3)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 8))
 def test_shared_tokens_count_a_repeated_text_no_more_often_than_the_other_side_has_it(
     copies: int,

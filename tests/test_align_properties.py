@@ -52,7 +52,7 @@ def edited(pool: list[Line], order: list[int], edits: Edits) -> tuple[Line, Line
     return [*chain(*lines)], [*chain(*after)], put_in
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(documents, documents, edits_of_few, st.sampled_from((1, 3, 16, 40)))
 def test_runs_are_equal_ordered_disjoint_and_maximal(
     reference: Any,
@@ -69,7 +69,7 @@ def test_runs_are_equal_ordered_disjoint_and_maximal(
         assert found.matched <= shared_tokens(left, right, min_run=min_run)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(documents, edits_of_few)
 def test_an_edit_of_repetitive_text_costs_its_line_and_48_tokens_at_most(
     document: tuple[list[Line], list[int]], edits: Edits
@@ -78,7 +78,7 @@ def test_an_edit_of_repetitive_text_costs_its_line_and_48_tokens_at_most(
     assert len(new) - align(new, old).matched <= put_in + 48 * len(edits)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60), edits_of_few, st.integers(0, 2**32))
 def test_an_edit_of_ordinary_text_costs_its_line_and_48_tokens_at_most(
     lengths: list[int], edits: Edits, seed: int

@@ -83,9 +83,7 @@ def test_nothing_kept_leaves_the_prompt_alone() -> None:
     assert [rows.tolist() for rows, _ in cache.captured[APART]] == [list(range(PROMPT))]
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_forked_texts_go_their_own_ways(
     tokenizers: Callable[[str], Any], data: st.DataObject

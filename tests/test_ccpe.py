@@ -232,7 +232,7 @@ def test_a_chunk_that_is_new_among_reused_ones_is_first_computed_canonically(
     np.testing.assert_allclose(logprobs, wanted[-2:].numpy(), atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(30, 90),
     start=st.integers(0, 10),

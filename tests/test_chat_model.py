@@ -239,6 +239,26 @@ def test_arguments_that_are_absent_or_langchains_own_are_accepted(
     assert len(backend.requests) == 1
 
 
+def test_none_leaves_a_setting_as_the_model_has_it(backend: FakeBackend) -> None:
+    chat = ChatCacheSlide(backend=backend, max_tokens=7, temperature=0.5, namespace="own")
+    nothing = ("max_tokens", "temperature", "top_p", "top_k", "n", "reuse", "namespace", "stop")
+    chat.invoke("Hi", **dict.fromkeys(nothing))
+    chat.invoke("Hi")
+    given, plain = backend.requests
+    assert (given.sampling, given.policy, given.namespace, given.retain) == (
+        plain.sampling,
+        plain.policy,
+        "own",
+        True,
+    )
+    assert (given.sampling.max_tokens, given.sampling.temperature) == (7, 0.5)
+
+
+def test_none_says_that_there_is_to_be_no_seed(backend: FakeBackend) -> None:
+    ChatCacheSlide(backend=backend, seed=3).invoke("Hi", seed=None)
+    assert backend.requests[0].sampling.seed is None
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from langchain_core.messages import (
     AIMessage,
@@ -97,7 +97,6 @@ NOTES: st.SearchStrategy[Any] = st.one_of(
 BLOCKS = st.lists(st.tuples(st.text(max_size=5), NOTES), max_size=4)
 
 
-@settings(deadline=None)
 @given(st.lists(BLOCKS, min_size=1, max_size=4))
 def test_annotations_never_change_the_text(conversation: list[list[tuple[str, Any]]]) -> None:
     def message(blocks: list[tuple[str, Any]], *, annotated: bool) -> BaseMessage:

@@ -90,12 +90,15 @@ def test_stream_and_async_answers_agree_and_a_cancelled_one_harms_nobody(
     chat: ChatCacheSlide,
 ) -> None:
     async def ask() -> str:
-        given_up = asyncio.create_task(chat.ainvoke("Count to a thousand.", max_tokens=4000))
+        given_up = chat.astream("Count to a thousand.", max_tokens=4000)
+        await anext(given_up)
+        waiting = asyncio.create_task(chat.ainvoke("Count to a thousand.", max_tokens=4000))
         kept = asyncio.create_task(chat.ainvoke("Say yes."))
-        await asyncio.sleep(0.5)
-        given_up.cancel()
+        await asyncio.sleep(0)
+        waiting.cancel()  # it waits behind the one that streams
         with pytest.raises(asyncio.CancelledError):
-            await given_up
+            await waiting
+        await given_up.aclose()
         return (await kept).text
 
     streamed = "".join(piece.text for piece in chat.stream("Say yes.", reuse=False))

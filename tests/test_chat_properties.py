@@ -121,7 +121,7 @@ def encoder_of() -> Callable[[Any], ChatEncoder]:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_ids_equal_those_of_transformers_for_values_without_control_text(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -133,7 +133,7 @@ def test_ids_equal_those_of_transformers_for_values_without_control_text(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_spans_end_where_the_chunks_end(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -152,7 +152,7 @@ def test_spans_end_where_the_chunks_end(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_no_value_forges_a_control_token(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:
@@ -181,7 +181,7 @@ def test_no_value_forges_a_control_token(
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_an_encoder_that_has_seen_much_gives_what_a_new_one_gives(
     tokenizer: Any, encoder_of: Callable[[Any], ChatEncoder], data: st.DataObject
 ) -> None:

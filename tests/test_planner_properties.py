@@ -107,7 +107,7 @@ def exact_by_definition(plan: Plan) -> list[bool]:
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(turns(), policies, st.integers(0, 100))
 def test_every_plan_is_sound(prompts: tuple[Chunks, Chunks], policy: Policy, exact: int) -> None:
     plan = planned(*prompts, policy, exact)
@@ -131,7 +131,7 @@ def test_every_plan_is_sound(prompts: tuple[Chunks, Chunks], policy: Policy, exa
     assert set(plan.chunk_reasons) == {span.id for span in plan.spans}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(turns(), policies)
 def test_every_receipt_adds_up(prompts: tuple[Chunks, Chunks], policy: Policy) -> None:
     plan = planned(*prompts, policy, exact=100)
@@ -150,7 +150,7 @@ def test_every_receipt_adds_up(prompts: tuple[Chunks, Chunks], policy: Policy) -
         assert (chunk.outcome == "hit") <= (chunk.reason in ("", "overflow"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(turns())
 def test_the_default_policy_computes_no_more_than_prefix_reuse(
     prompts: tuple[Chunks, Chunks],

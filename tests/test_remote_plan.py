@@ -70,7 +70,7 @@ def plans(draw: st.DrawFn) -> WirePlan:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(plans())
 def test_plan_survives_the_wire(plan: WirePlan) -> None:
     assert read_plan(json.loads(json.dumps(plan.to_dict()))) == plan
@@ -83,7 +83,7 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(plans(), st.data())
 def test_plan_of_a_stranger_is_read_or_refused(plan: WirePlan, data: st.DataObject) -> None:
     sent: dict[str, Any] = json.loads(json.dumps(plan.to_dict()))

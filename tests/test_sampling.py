@@ -44,7 +44,7 @@ def reference(logits: Tensor, sampling: Sampling) -> Tensor:
     return scores.softmax(-1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 1 << 32),
     temperature=st.floats(0.05, 5.0),
@@ -92,7 +92,7 @@ def test_a_minimum_probability_is_relative_to_the_best() -> None:
     torch.testing.assert_close(probabilities, torch.tensor([0.0, 0.0, 0.375, 0.625]))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 1 << 32),
     penalty=st.floats(0.2, 5.0),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -92,7 +92,6 @@ def test_boundary_treats_every_isolated_chunk_after_the_first_as_a_run() -> None
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 16, 64])
-@settings(deadline=None)
 @given(view=views())
 def test_boundary_never_takes_a_larger_share_of_short_runs_than_of_long_ones(
     tokens: int, view: SelectionView

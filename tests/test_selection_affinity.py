@@ -73,7 +73,7 @@ tokens = st.lists(st.integers(0, 9), max_size=12)
 pieces = st.lists(st.tuples(tokens, tokens, tokens), min_size=1, max_size=5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=pieces, isolated=st.booleans(), spread=st.sampled_from([0.0, 0.5, 1.0]))
 @pytest.mark.parametrize("rarity", [0.0, 1.0, 0.5])
 def test_overlap_equals_a_loop_over_tokens(
@@ -127,7 +127,7 @@ def test_affinity_leaves_budget_unspent_rather_than_take_an_unrelated_token() ->
     assert Affinity(fraction=1.0).select(view).tolist() == [2, 3, 4]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=pieces, fraction=st.floats(0, 1))
 def test_affinity_selects_candidates_in_order_within_its_budget(
     pieces: list[Piece], fraction: float

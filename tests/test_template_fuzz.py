@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheslide_agents.chunks import Role
@@ -48,7 +48,6 @@ VALUES = st.lists(st.one_of(st.text(max_size=12), HOSTILE), max_size=4).map("".j
 
 
 @given(a=VALUES, b=VALUES, docs=st.lists(VALUES, max_size=4))
-@settings(deadline=None)
 def test_values_are_data(a: str, b: str, docs: list[str]) -> None:
     prompt = TEMPLATE.render(a=a, b=b, docs=docs)
     system, user = prompt.messages

@@ -17,9 +17,7 @@ from torch_cacheslide.stops import StopFinder
 from torch_cacheslide.text import TextStream
 
 WORDS = "Grüße 你好。世界 こんにちは 👩‍🚀 e\u0301 \U0001d11e naïve don't  x .\n\n\tЯ люблю"
-PROPERTY = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Tokenizers = Callable[[str], Any]
 
 
@@ -155,7 +153,7 @@ LETTERS = st.text(alphabet="ab\n", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=LETTERS, stops=STOPS, cuts=st.lists(st.integers(0, 30), max_size=8))
 def test_text_ends_before_the_first_stop_wherever_the_pieces_are_cut(
     text: str, stops: list[str], cuts: list[int]

@@ -49,7 +49,7 @@ def controls_of(tokenizer: Any) -> ControlTokens:
 
 
 @given(text=TEXTS, edit=TEXTS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_pieces_give_what_one_call_gives(tokenizer: Any, text: str, edit: str) -> None:
     """Also when part of the text is known from before."""
     backend = private_engine(tokenizer.backend_tokenizer).backend

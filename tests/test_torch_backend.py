@@ -329,7 +329,9 @@ begun = Event()
 Engine("test").idle("forever", work)
 begun.wait()
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gave way\n", "")
 
 

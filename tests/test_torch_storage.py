@@ -62,7 +62,7 @@ def test_another_process_finds_the_contexts_of_one_that_ended(folder: str, tmp_p
     subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS, folder, str(tmp_path / "store"), ids],
         check=True,
-        timeout=120,
+        timeout=240,
     )
     backend = opened(folder, store_path=tmp_path / "store")
     _, receipt = ask(backend, 0, policy=Prefix())

@@ -51,7 +51,7 @@ class Bench:
         puts = self.backend.metrics()["puts"]
         ids = self.lab.turns(seed, LENGTH)[0]
         self.lab.ask(self.backend, self.lab.request(ids, REUSE, namespace=namespace, retain=True))
-        for _ in range(1000):
+        for _ in range(10_000):
             if self.backend.metrics()["puts"] > puts:
                 return
             sleep(0.01)

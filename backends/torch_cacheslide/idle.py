@@ -56,7 +56,7 @@ class IdleWork:
             return
         if prompted.declined is not None:
             self._check_again(guard, prompted, prompted.declined)
-        elif prompted.plan.runs and guard.tripped_at(key) is None and guard.due(key):
+        elif _can_be_off(prompted.plan) and guard.tripped_at(key) is None and guard.due(key):
             self._check(guard, prompted)
 
     def refresh(self, session: str, namespace: str) -> None:
@@ -145,6 +145,11 @@ class IdleWork:
             )
             for context in self._runtime.store.find(key)[:_REFRESHED]:
                 self._refresh(context)
+
+
+def _can_be_off(plan: Plan) -> bool:
+    """Exact reuse is dense but for rounding: checks of it would only outvote those that count."""
+    return bool(plan.runs) and not plan.exact.all()
 
 
 def divergence(dense: Tensor, reuse: Tensor) -> float:

@@ -29,6 +29,8 @@ from cacheslide_agents.position.profile import Calibrates
 
 REFERENCE = "recompute"
 """Label of the dense run, which every measurement needs."""
+WRITTEN = ("memory_write_bytes", "ssd_write_bytes")
+"""A backend's metrics that count what it stored."""
 Encode = Callable[[ChunkedPrompt], EncodedPrompt]
 Policies = Mapping[str, Policy]
 Kind = tuple[Population, bool]
@@ -189,7 +191,8 @@ class Bench:
         return self.backend.score(request, continuation)
 
     def _bytes_written(self) -> int:
-        return int(self.backend.metrics().get("bytes_written", 0))
+        told = self.backend.metrics()
+        return int(sum(told.get(name, 0.0) for name in WRITTEN))
 
     def _row(
         self,

@@ -31,6 +31,8 @@ CONNECTION = ("model", "timeout", "max_retries")
 SETTINGS = (*SAMPLING, *LOGPROBS, *ROUTING, *CONNECTION)
 ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar")
 """What only a call or a binding says."""
+_NEEDED = frozenset(SAMPLING) - {"seed", "stop"} | {"namespace", "reuse", "model", "max_retries"}
+"""For these `None` means nothing but "not given"; for the others it is a value, too."""
 DENSE = "recompute"
 """The policy that stores nothing and reuses nothing."""
 
@@ -46,13 +48,13 @@ def merge(
     """`defaults` overridden by one call's arguments.
 
     Raises `RequestError` for an argument that has no meaning here: none is silently ignored.
-    `None` stands for "not given", as LangChain passes absent tools.
+    `None` stands for "not given", as LangChain passes absent tools, and for "none": no seed, say.
     """
     merged = {**dict.fromkeys(ANSWER), **defaults}
     if stop is not None:
         merged["stop"] = stop
     for name, value in given.items():
-        if name in ("model", "max_retries") and value is None:
+        if value is None and name in _NEEDED:
             continue
         if name in merged:
             merged[name] = value

@@ -90,7 +90,7 @@ class ScriptedBackend:
     def refresh(self, session: str, namespace: str = "default") -> None: ...
 
     def metrics(self) -> Mapping[str, float]:
-        return {"bytes_written": float(self.written)}
+        return {"memory_write_bytes": float(self.written)}
 
     def close(self) -> None: ...
 
