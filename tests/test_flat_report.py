@@ -35,6 +35,28 @@ def test_every_point_is_a_line_and_every_figure_a_column(tmp_path: Path) -> None
     assert "6.248e-05" in report(tmp_path, found).stdout
 
 
+def test_objects_by_policy_are_points_and_many_figures_go_down(tmp_path: Path) -> None:
+    figures = {f"f{number}": number for number in range(9)}
+    found = {
+        "study": "stale",
+        "recompute": {**figures, "by": {"old": 0.25}},
+        "prefix": {**figures, "by": {"old": 0.5}},
+        "cases": [{"id": "a"}],
+    }
+    assert report(tmp_path, found, "--page").stdout.splitlines() == [
+        "| policy | recompute | prefix |",
+        "| --- | --- | --- |",
+        *(f"| f{number} | {number} | {number} |" for number in range(9)),
+        "| by.old | 0.25 | 0.5 |",
+    ]
+
+
+def test_a_study_without_points_is_its_own_json(tmp_path: Path) -> None:
+    found = {"study": "pmkd", "curves": {"rope": [[0, 1.0]]}}
+    assert json.loads(report(tmp_path, found, "--json").stdout)["curves"] == found["curves"]
+    assert "draw it with --plot" in report(tmp_path, found).stderr
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [

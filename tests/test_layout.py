@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_cacheslide import attention
 from torch_cacheslide.attention import attend
 from torch_cacheslide.layout import LONG_RUN, Layouts, row_layout
 
@@ -39,9 +40,15 @@ def masked_softmax(query: Tensor, key: Tensor, value: Tensor, rows: Tensor) -> T
     return (scores.masked_fill(hidden, -torch.inf).softmax(3) @ value).transpose(1, 2)
 
 
+@pytest.mark.parametrize("flash", [True, False], ids=["flash", "mask"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_rows_attend_to_all_that_is_not_behind_them(name: str, dtype: torch.dtype) -> None:
+def test_rows_attend_to_all_that_is_not_behind_them(
+    name: str, dtype: torch.dtype, flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention._FLASH_ON_CPU is not None, "PyTorch has renamed its kernel"
+    if not flash:
+        monkeypatch.setattr(attention, "_FLASH_ON_CPU", None)
     rows = np.array(list(ROWS[name]))
     random = torch.Generator().manual_seed(3)
     query = torch.randn(1, HEADS, len(rows), HEAD_DIM, generator=random).to(dtype)

@@ -19,6 +19,8 @@ from torch_cacheslide.layout import Block, Layouts
 
 ATTENTION_NAME = "cacheslide"
 FUSED_ATTENTION_NAME = "cacheslide_fused"
+_FLASH_ON_CPU: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""Not public, so a later PyTorch may lack it; then a mask does its work, slower."""
 
 
 def attend(
@@ -62,7 +64,7 @@ def _attend_block(
     count, before = queries.shape[2], keys.shape[2] - queries.shape[2]
     mask = block.mask
     if block.causal and before:
-        if keys.device.type == "cpu":
+        if keys.device.type == "cpu" and _FLASH_ON_CPU is not None:
             return _attend_behind(queries, keys, values, scaling)
         mask = causal_lower_right(count, before + count)  # never a tensor where kernels know it
     if mask is not None and keys.is_cuda:  # the memory-efficient kernel takes masks, not GQA
@@ -87,9 +89,10 @@ def _attend_behind(query: Tensor, key: Tensor, value: Tensor, scaling: float) ->
     in FlashAttention (Dao et al., 2022).
     """
     before = key.shape[2] - query.shape[2]
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    earlier, earlier_sum = attention(query, key[:, :, :before], value[:, :, :before], scale=scaling)
-    own, own_sum = attention(
+    earlier, earlier_sum = _FLASH_ON_CPU(
+        query, key[:, :, :before], value[:, :, :before], scale=scaling
+    )
+    own, own_sum = _FLASH_ON_CPU(
         query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling
     )
     share = torch.sigmoid(own_sum - earlier_sum).to(own.dtype)

@@ -5,7 +5,7 @@ In: a study's name. Out: its `StudyReport`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +17,21 @@ from cacheslide_agents.bench.episode_report import (
     episodes_markdown,
     episodes_table,
 )
-from cacheslide_agents.bench.flat_report import flat_markdown, flat_points, flat_table
+from cacheslide_agents.bench.flat_report import flat_json, flat_markdown, flat_table
 
 Study = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StudyReport:
-    """Three views of a study's file: its checked points, a rich table, a Markdown table."""
+    """Three views of a study's file: as JSON, a rich table, a Markdown table."""
 
-    points: Callable[[Study], Sequence[Mapping[str, Any]]]
+    json: Callable[[Study], Any]
     table: Callable[[Study], Table]
     markdown: Callable[[Study], str]
 
 
-FLAT = StudyReport(flat_points, flat_table, flat_markdown)
+FLAT = StudyReport(flat_json, flat_table, flat_markdown)
 STUDY_REPORTS: Mapping[str, StudyReport] = {
     "answers": StudyReport(answer_points, answers_table, answers_markdown),
     "episodes": StudyReport(episode_points, episodes_table, episodes_markdown),

@@ -62,7 +62,7 @@ def report(
 
 def _study(shown: StudyReport, study: dict[str, Any], *, page: bool, as_json: bool) -> None:
     if as_json:
-        emit(shown.points(study))
+        emit(shown.json(study))
     elif page:
         print(shown.markdown(study), end="")
     else:

@@ -107,12 +107,6 @@ class Holdings:
         self.counts[reason] += 1
         self.gone[entry.context] = reason
 
-    def drop_residuals(self, entry: Entry) -> None:
-        self.catalog.remove(entry)
-        self.host.other_bytes -= entry.residual_bytes
-        entry.residuals = {}
-        self.catalog.add(entry)
-
     def let_go(self, block: Block) -> None:
         """Free what `block` has if nobody needs it."""
         if block.owners or block.busy:

@@ -82,7 +82,7 @@ def _namespace_in(model: Any, found: ChatCacheSlide) -> str:
         if given.get("namespace") is not None:
             return str(given["namespace"])
         model = getattr(model, "bound", None) or getattr(model, "model", None)
-    return found.namespace
+    return str(found.namespace)
 
 
 def warm(model: ChatCacheSlide, messages: Sequence[BaseMessage], **given: Any) -> None:
