@@ -60,6 +60,7 @@ def test_settings_are_in_the_servers_units(served: list[Served]) -> None:
         "eviction": "slide",
         "ttl_s": None,
         "namespace_quota_bytes": None,
+        "tenant_quota_bytes": None,
         "attention": "masked",
         "profiles": [],
         "tenant_header": "X-Team",
@@ -78,10 +79,11 @@ def test_settings_of_the_ssd_tier_are_in_the_servers_units(
     served: list[Served], tmp_path: Path
 ) -> None:
     tier = ("--store-path", str(tmp_path), "--disk-gib", "2", "--eviction", "lru_write_back")
-    run("m", *tier, "--ttl-s", "60", "--namespace-gib", "0.25")
+    run("m", *tier, "--ttl-s", "60", "--namespace-gib", "0.25", "--tenant-gib", "0.5")
     settings = served[0][2]
     assert settings["store_path"] == str(tmp_path)
     assert (settings["disk_bytes"], settings["namespace_quota_bytes"]) == (2 << 30, 1 << 28)
+    assert settings["tenant_quota_bytes"] == 1 << 29
     assert (settings["eviction"], settings["ttl_s"]) == ("lru_write_back", 60.0)
 
 
@@ -91,6 +93,7 @@ def test_settings_of_the_ssd_tier_are_in_the_servers_units(
         ("--store-gib", "inf", "--store-gib=inf is no size; give a finite number of GiB"),
         ("--disk-gib", "inf", "--disk-gib=inf is no size"),
         ("--namespace-gib", "inf", "--namespace-gib=inf is no size"),
+        ("--tenant-gib", "inf", "--tenant-gib=inf is no size"),
         ("--store-path", "~nobody-here/x", "--store-path='~nobody-here/x' is no path"),
         ("--profiles", "~nobody-here/x", "--profiles='~nobody-here/x' is no path"),
     ],

@@ -254,14 +254,14 @@ def test_putting_a_context_again_replaces_its_tensors(put: Any, world: Any) -> N
 
 
 def test_a_namespace_is_held_to_its_quota_by_its_own_oldest_contexts(put: Any, world: Any) -> None:
-    store = SlideStore(1 << 20, namespace_quota_bytes=40 * world.TOKEN_BYTES)
+    store = SlideStore(1 << 20, namespace_quota_bytes=4 * world.BLOCK_BYTES)
     other = ContextKey("model", "tenant", "task")
     first, second = put(store, range(20)), put(store, range(20, 40))
-    apart = put(store, range(40), key=other)
+    apart = put(store, range(64), key=other)
     third = put(store, range(50, 55))
     assert kept(store, first, second, third, apart) == [False, True, True, True]
-    large = world.context_of(range(41))
-    assert not store.put(large, world.layers_of(41))
+    large = world.context_of(range(65))
+    assert not store.put(large, world.layers_of(65))
     assert kept(store, second, third) == [True, True]
 
 

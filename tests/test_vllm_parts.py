@@ -91,7 +91,8 @@ def test_the_directory_has_no_keys_to_show() -> None:
         (
             {"store_byte": 1},
             "has store_byte; known: attention, disk_bytes, eviction, namespace_quota_bytes, "
-            "policy, prefetch, profiles, receipts, store_bytes, store_path, tenant_header, ttl_s",
+            "policy, prefetch, profiles, receipts, store_bytes, store_path, tenant_header, "
+            "tenant_quota_bytes, ttl_s",
         ),
         ({"disk_bytes": 0}, "disk_bytes=0"),
         ({"eviction": "fifo"}, "no eviction policy named 'fifo'"),
@@ -100,6 +101,7 @@ def test_the_directory_has_no_keys_to_show() -> None:
         ({"ttl_s": float("inf")}, "ttl_s=inf"),
         ({"disk_bytes": True}, "disk_bytes=True"),
         ({"namespace_quota_bytes": 0}, "namespace_quota_bytes=0"),
+        ({"tenant_quota_bytes": 0}, "tenant_quota_bytes=0"),
         ({"prefetch": -1}, "prefetch=-1"),
         ({"store_path": 3}, "store_path=3"),
         ({"profiles": "folder"}, "profiles='folder'"),

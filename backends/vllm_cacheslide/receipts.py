@@ -17,12 +17,15 @@ from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.planner import dense_plan
 from cacheslide_agents.policies.receipts import build_receipt
 
+MOST_CHUNKS = 64
+"""Of a remembered receipt, on average. A plan may name 1,024 with long ids, a receipt of 400 KB."""
+
 
 class Receipts:
-    """Remembers the newest `most`."""
+    """Remembers the newest `most`, fewer when they have very many chunks."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self._most, self._chunks = most, 0
         self._latest: OrderedDict[str, Receipt] = OrderedDict()
         self._totals: Counter[str] = Counter()
         self._news: Counter[str] = Counter()
@@ -44,10 +47,16 @@ class Receipts:
         if receipt.outcome == "fallback":
             self._totals[f"fallback_{_kind(receipt.reason)}"] += 1
         self._news.update(_counted(receipt))
-        self._latest.pop(receipt.request_id, None)
+        self._forget(self._latest.pop(receipt.request_id, None))
         self._latest[receipt.request_id] = receipt
-        if len(self._latest) > self._most:
-            self._latest.popitem(last=False)
+        self._chunks += len(receipt.chunks)
+        while len(self._latest) > self._most or (
+            len(self._latest) > 1 and self._chunks > self._most * MOST_CHUNKS
+        ):
+            self._forget(self._latest.popitem(last=False)[1])
+
+    def _forget(self, receipt: Receipt | None) -> None:
+        self._chunks -= len(receipt.chunks) if receipt is not None else 0
 
     def of(self, request_id: str) -> Receipt | None:
         return self._latest.get(request_id)

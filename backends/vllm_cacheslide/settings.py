@@ -27,7 +27,7 @@ class Settings:
 
     With `store_path`, a folder for this engine alone, contexts outlive the engine: every worker
     keeps up to `disk_bytes` of them in a folder of its own there. `eviction` (by name), `ttl_s` and
-    `namespace_quota_bytes` are those of `SlideStore`. `prefetch` layers are loaded ahead of
+    the two quotas are those of `SlideStore`. `prefetch` layers are loaded ahead of
     computation (0: none, `None`: where pages must be read from SSD or copied to a device).
 
     `attention` is how active rows attend: `runs` (the engine's own kernels) or `masked` (PyTorch's
@@ -42,6 +42,7 @@ class Settings:
     eviction: str = "slide"
     ttl_s: float | None = None
     namespace_quota_bytes: int | None = None
+    tenant_quota_bytes: int | None = None
     prefetch: int | None = None
     attention: AttentionKind = "runs"
     profiles: Sequence[str] = ()
@@ -88,6 +89,7 @@ class Settings:
             self.disk_bytes,
             ttl_s=self.ttl_s,
             namespace_quota_bytes=self.namespace_quota_bytes,
+            tenant_quota_bytes=self.tenant_quota_bytes,
         )
         eviction_named(self.eviction)
         if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch < 0):

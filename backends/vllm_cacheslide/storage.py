@@ -78,6 +78,7 @@ def open_store(settings: Settings, rank: Rank) -> SlideStore:
         copies_per_session=1 if settings.one_per_session else MEMORY_COPIES,
         ttl_s=settings.ttl_s,
         namespace_quota_bytes=settings.namespace_quota_bytes,
+        tenant_quota_bytes=settings.tenant_quota_bytes,
         rank=rank.number,
     )
 

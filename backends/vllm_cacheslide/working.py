@@ -160,6 +160,7 @@ class Working:
         missing = [number for number in order.sources if number not in self._contexts]
         if missing:
             trouble = "PageError: the cached context has left the store"
+            self._lost.update(missing)  # told again, lest it be planned on for ever
         else:
             plan = self._linked(order)
         active = plan.active

@@ -50,8 +50,14 @@ def serve(
         float | None,
         typer.Option(
             min=0.0,
-            help="Most that one namespace may keep in a worker. Not a tenant's limit: "
-            "clients name namespaces of their own, each with as much.",
+            help="Most that one namespace of a tenant may keep in a worker.",
+        ),
+    ] = None,
+    tenant_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Most that one tenant may keep in a worker, all its namespaces together.",
         ),
     ] = None,
     attention: Annotated[str, typer.Option(help="Of active rows: runs or masked.")] = "runs",
@@ -73,9 +79,8 @@ def serve(
         "disk_bytes": _bytes("disk-gib", disk_gib),
         "eviction": eviction,
         "ttl_s": ttl_s,
-        "namespace_quota_bytes": (
-            None if namespace_gib is None else _bytes("namespace-gib", namespace_gib)
-        ),
+        "namespace_quota_bytes": _bytes_or_none("namespace-gib", namespace_gib),
+        "tenant_quota_bytes": _bytes_or_none("tenant-gib", tenant_gib),
         "attention": attention,
         "profiles": [_absolute("profiles", each) for each in profiles or ()],
         "tenant_header": tenant_header,
@@ -92,6 +97,10 @@ def _bytes(flag: str, gib: float) -> int:
     if not isfinite(gib):
         raise RequestError(f"--{flag}={gib} is no size; give a finite number of GiB")
     return int(gib * GIB)
+
+
+def _bytes_or_none(flag: str, gib: float | None) -> int | None:
+    return None if gib is None else _bytes(flag, gib)
 
 
 def _server() -> Server:

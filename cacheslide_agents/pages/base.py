@@ -33,6 +33,12 @@ class ContextKey:
     namespace: str
     task: str
 
+    @property
+    def tenant(self) -> str:
+        """What stands before the namespace's first slash: servers put the namespaces that their
+        clients name under the client's own."""
+        return self.namespace.partition("/")[0]
+
 
 @dataclass(frozen=True, eq=False)
 class StoredContext:

@@ -5,7 +5,8 @@ In: entries that come and go, pins. Out: entries by key, content or age.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,11 @@ class Catalog:
         self._entries: dict[StoredContext, Entry] = {}
         self._by_key: dict[ContextKey, dict[StoredContext, Entry]] = {}
         self._by_content: dict[Content, list[Entry]] = {}
-        self._namespace_bytes: dict[str, int] = {}
+        self._weights: dict[StoredContext, int] = {}
+        self._quotas = (
+            Quota(limits.namespace_quota_bytes, lambda key: key.namespace),
+            Quota(limits.tenant_quota_bytes, lambda key: key.tenant),
+        )
         self.pins: set[tuple[str, str]] = set()
 
     def entries(self) -> list[Entry]:
@@ -40,8 +45,9 @@ class Catalog:
         self._entries[entry.context] = entry
         self._by_key.setdefault(key, {})[entry.context] = entry
         self._by_content.setdefault(entry.content, []).append(entry)
-        held = self._namespace_bytes.get(key.namespace, 0)
-        self._namespace_bytes[key.namespace] = held + entry.nbytes
+        self._weights[entry.context] = entry.nbytes
+        for quota in self._quotas:
+            quota.count(key, entry.nbytes)
 
     def remove(self, entry: Entry) -> None:
         key = entry.context.key
@@ -53,7 +59,9 @@ class Catalog:
         copies.remove(entry)
         if not copies:
             del self._by_content[entry.content]
-        self._namespace_bytes[key.namespace] -= entry.nbytes
+        weight = self._weights.pop(entry.context)
+        for quota in self._quotas:
+            quota.count(key, -weight)
 
     def find(self, key: ContextKey, session: str | None) -> list[StoredContext]:
         """In context, the session's own first, then newest first."""
@@ -105,21 +113,23 @@ class Catalog:
         ]
 
     def over_quota(self, entry: Entry, going: Iterable[Entry]) -> list[Entry] | None:
-        """Those that go so that `entry` fits its namespace's quota; `None` if that cannot do."""
-        quota = self._limits.namespace_quota_bytes
-        if quota is None:
-            return []
-        namespace, leaving = entry.context.key.namespace, set(going)
-        held = self._namespace_bytes.get(namespace, 0) + entry.nbytes - quota
-        held -= sum(e.nbytes for e in leaving if e.context.key.namespace == namespace)
+        """Those that go so that `entry` fits the quotas of its namespace and its tenant, least
+        recently used first; `None` if that cannot do."""
+        key, leaving = entry.context.key, set(going)
         chosen: list[Entry] = []
-        for other in self.free():
-            if held <= 0:
-                break
-            if other.context.key.namespace == namespace and other not in leaving:
-                chosen.append(other)
-                held -= other.nbytes
-        return chosen if held <= 0 else None
+        for quota in self._quotas:
+            excess = quota.excess(key, entry.nbytes) - sum(
+                self._weights[e.context] for e in (*leaving, *chosen) if quota.bounds(e, key)
+            )
+            for other in self.free() if excess > 0 else ():
+                if excess <= 0:
+                    break
+                if quota.bounds(other, key) and other not in leaving and other not in chosen:
+                    chosen.append(other)
+                    excess -= self._weights[other.context]
+            if excess > 0:
+                return None
+        return chosen
 
     def expired(self, now: float, among: Iterable[StoredContext] | None = None) -> list[Entry]:
         """Not used for `ttl_s`, of all or `among` some; `now` on the monotonic clock."""
@@ -129,6 +139,29 @@ class Catalog:
         asked = self._entries if among is None else [c for c in among if c in self._entries]
         entries = [self._entries[context] for context in asked]
         return [e for e in entries if now - e.last > ttl and not self.is_held(e)]
+
+
+class Quota:
+    """Most bytes that contexts of one group may weigh together; `None` is no limit."""
+
+    def __init__(self, most: int | None, group: Callable[[ContextKey], str]) -> None:
+        self._most, self._group = most, group
+        self._held: Counter[str] = Counter()
+
+    def count(self, key: ContextKey, nbytes: int) -> None:
+        """Groups that hold nothing are forgotten: clients name as many as they like."""
+        group = self._group(key)
+        self._held[group] += nbytes
+        if not self._held[group]:
+            del self._held[group]
+
+    def excess(self, key: ContextKey, nbytes: int) -> int:
+        """Bytes that must go before `nbytes` more are within the limit."""
+        return 0 if self._most is None else self._held[self._group(key)] + nbytes - self._most
+
+    def bounds(self, entry: Entry, key: ContextKey) -> bool:
+        """Whether `entry` is of the same group as `key`."""
+        return self._group(entry.context.key) == self._group(key)
 
 
 def _surplus(entries: Sequence[Entry], limit: int) -> Sequence[Entry]:

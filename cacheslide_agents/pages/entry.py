@@ -48,8 +48,8 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Logical: what its tokens would weigh alone."""
-        return len(self.context) * self.geometry.token_bytes + self.residual_bytes
+        """What it would weigh alone: all its blocks, whoever shares them."""
+        return len(self.blocks) * self.geometry.block_bytes + self.residual_bytes
 
     @property
     def residual_bytes(self) -> int:

@@ -20,7 +20,8 @@ class Limits:
     `budget_bytes` of host memory, `disk_bytes` of extents on SSD. Of one text at most
     `copies_per_content` contexts are kept and of one named session at most `copies_per_session`.
     A context not used for `ttl_s` seconds goes; the contexts of one namespace together are no
-    larger than `namespace_quota_bytes`, as if they shared nothing.
+    larger than `namespace_quota_bytes`, those of one tenant (`ContextKey.tenant`) no larger than
+    `tenant_quota_bytes`: in whole blocks, as if they shared none.
     """
 
     budget_bytes: int
@@ -29,6 +30,7 @@ class Limits:
     copies_per_session: int = 1
     ttl_s: float | None = None
     namespace_quota_bytes: int | None = None
+    tenant_quota_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -38,7 +40,7 @@ class Limits:
                     raise RequestError(
                         f"page store(ttl_s={value!r}) must be a positive number of seconds, or None"
                     )
-            elif field.name == "namespace_quota_bytes" and value is None:
+            elif field.name.endswith("_quota_bytes") and value is None:
                 continue
             elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(

@@ -119,11 +119,12 @@ class Room:
             return False
         while disk.nbytes + nbytes > self._disk_bytes:
             before = disk.nbytes
-            if not self._forget_replaced() and not self._drop_stored():
-                return False
+            self._forget_replaced()
             self._spiller.commit()
-            if disk.nbytes + nbytes > self._disk_bytes and disk.dead_bytes >= nbytes:
-                compact(self._holdings, self._spiller, at_most_live=0.5)
+            if disk.nbytes + nbytes <= self._disk_bytes:
+                break
+            if not (self._compacted(nbytes) or self._drop_stored()):
+                return False
             if self._spiller.failing and disk.nbytes >= before:
                 return False
         return True
@@ -194,14 +195,20 @@ class Room:
         for entry in entries:
             self._holdings.drop(entry, "evictions")
 
-    def _forget_replaced(self) -> bool:
-        replaced = [entry for entry in self._holdings.uncommitted if entry.replaces]
+    def _forget_replaced(self) -> None:
         disk = self._holdings.disk
         assert disk is not None
-        for entry in replaced:
+        for entry in self._holdings.uncommitted:
             disk.forget(entry.replaces)
             entry.replaces = set()
-        return bool(replaced)
+
+    def _compacted(self, nbytes: int) -> bool:
+        """Whether extents that are half dead, or more, gave anything back."""
+        disk = self._holdings.disk
+        assert disk is not None and self._spiller is not None
+        if disk.dead_bytes < nbytes:
+            return False
+        return compact(self._holdings, self._spiller, at_most_live=0.5) > 0
 
     def _drop_stored(self) -> bool:
         """Drop the least recently used context that has something on SSD."""

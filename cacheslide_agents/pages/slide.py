@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Condition, RLock
 from time import monotonic
@@ -67,13 +66,14 @@ class SlideStore:
         copies_per_session: int = 1,
         ttl_s: float | None = None,
         namespace_quota_bytes: int | None = None,
+        tenant_quota_bytes: int | None = None,
         pin_memory: bool | None = None,
         write_ahead: bool = True,
         rank: int = 0,
         read_only: bool = False,
     ) -> None:
-        bounds = Limits(budget_bytes, disk_bytes, copies_per_content, copies_per_session)
-        limits = replace(bounds, ttl_s=ttl_s, namespace_quota_bytes=namespace_quota_bytes)
+        bounds = (budget_bytes, disk_bytes, copies_per_content, copies_per_session, ttl_s)
+        limits = Limits(*bounds, namespace_quota_bytes, tenant_quota_bytes)
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
         disk = None if path is None else Disk(Path(path), rank=rank, read_only=read_only)
         self._changed = Condition(RLock())
