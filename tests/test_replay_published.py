@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cacheslide_agents.bench.replay import (
     ReplayModel,
     errors,
@@ -21,16 +23,18 @@ from cacheslide_agents.prompt.chat import ChatEncoder
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 SMOLLM2_135M = Geometry(30, 576, 1536, 9, 3, 64)
-CLOSE = 0.15
+NEAR = 0.3
+"""Two runs at different hours, on a shared machine."""
 
 
-def test_predicted_tokens_are_within_15_percent_of_the_published_memgpt_run(
+@pytest.mark.usefixtures("learnt_prices")
+def test_predicted_tokens_are_those_of_the_published_memgpt_run(
     data_dir: Path, smollm2_tokenizer: Any
 ) -> None:
-    """In fact they are equal, as long as the run was made with the policies of today."""
+    """And the times to the first token, at prices of another task's run, are not far off."""
     encoder = ChatEncoder(smollm2_tokenizer)
     model = ReplayModel(smollm2_tokenizer, encoder, SMOLLM2_135M, 8192, CostModel(SMOLLM2_135M))
-    read_prices(RESULTS / "reflexion.json", model)
+    read_prices(RESULTS / "reflexion.json", model, ("prefix", "cacheslide"))
     limits = window_limits(smollm2_tokenizer, 8192, encoder.encode, 4096)
     turns = load_turns("memgpt", data_dir, limits, limit=2)
     policies = {name: named(name) for name in ("prefix", "cacheslide")}
@@ -38,6 +42,5 @@ def test_predicted_tokens_are_within_15_percent_of_the_published_memgpt_run(
     found = errors(predict(turn_requests(turns), model, policies), rows, model.cost, timed=True)
     assert [one.rows for one in found.values()] == [2, 2]
     for one in found.values():
-        assert one.reused <= CLOSE
-        assert one.active <= CLOSE
-        assert one.ttft is not None
+        assert (one.reused, one.active) == (0.0, 0.0)
+        assert one.ttft is not None and one.ttft < NEAR

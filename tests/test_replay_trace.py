@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +230,11 @@ def test_prices_of_a_result_file_predict_rows_that_are_not_in_it(
     tiny_model: str, tmp_path: Path
 ) -> None:
     model = ReplayModel.read(Path(tiny_model))
-    results = Results("t", "m", "torch", "cpu", 1, {}, tuple(ROWS), summarise(ROWS))
+    dear = [replace(one, policy="epic", ttft_s=99.0) for one in ROWS if one.policy == "prefix"]
+    rows = (*ROWS, *dear)
+    results = Results("t", "m", "torch", "cpu", 1, {}, rows, summarise(rows))
     write_json(tmp_path / "run.json", results.to_dict())
-    basis = read_prices(tmp_path / "run.json", model)
+    basis = read_prices(tmp_path / "run.json", model, ("prefix", "cacheslide"))
     assert basis.observations == len(ROWS)
     assert basis.median_error < 0.05
     unseen = row("recompute", 3500, 0, 3500)
@@ -244,7 +246,7 @@ def test_a_result_file_of_fallbacks_gives_no_prices(tiny_model: str, tmp_path: P
     results = Results("t", "m", "torch", "cpu", 1, {}, tuple(fallen), summarise(fallen))
     write_json(tmp_path / "run.json", results.to_dict())
     with pytest.raises(DataError, match="no row that a price"):
-        read_prices(tmp_path / "run.json", ReplayModel.read(Path(tiny_model)))
+        read_prices(tmp_path / "run.json", ReplayModel.read(Path(tiny_model)), ("prefix",))
 
 
 def context(*ids: int, session: str | None = None, isolated: bool = False) -> StoredContext:

@@ -74,7 +74,7 @@ def replay(
     requests = _requests(found, trace, task, data, limit, seed, max_prompt_tokens)
     basis: Basis | None = None
     if prices is not None:
-        basis = read_prices(prices, found)
+        basis = read_prices(prices, found, chosen)
     elif calibrate:
         with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
             basis = measure_prices(loaded, islice(requests(), MEASURED), found, chosen)

@@ -6,13 +6,14 @@ prices come from, how many times they were fitted to, and how far the fit is fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from uuid import uuid4
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling
+from cacheslide_agents.bench.measure import REFERENCE
 from cacheslide_agents.bench.replay.model import ReplayModel
 from cacheslide_agents.bench.replay.predict import Replay
 from cacheslide_agents.bench.results import Row, read_results
@@ -34,13 +35,16 @@ class Basis:
     median_error: float
 
 
-def read_prices(path: str | Path, model: ReplayModel) -> Basis:
-    """Fit the model's cost to the rows of a benchmark; its times include tokenisation."""
-    rows = read_results(path).rows
+def read_prices(path: str | Path, model: ReplayModel, policies: Collection[str]) -> Basis:
+    """Fit the model's cost to a benchmark's rows of `policies` and of the dense run.
+
+    Its times include tokenisation. Other policies' rows have other prices: a pass that ranks keys,
+    chunks that were stored alone.
+    """
     observed = [
         (row_work(row, model.geometry.layers), row.ttft_s)
-        for row in rows
-        if row.outcome != "fallback" and row.ttft_s > 0
+        for row in read_results(path).rows
+        if row.policy in {*policies, REFERENCE} and row.outcome != "fallback" and row.ttft_s > 0
     ]
     if not observed:
         raise DataError(f"{path} holds no row that a price could be read from")
