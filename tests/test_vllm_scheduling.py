@@ -14,7 +14,7 @@ from cacheslide_agents.backend import GenerationRequest
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.cost import CostModel
-from vllm_cacheslide.wire import Annotation
+from vllm_cacheslide.wire import PARAMETER, Annotation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
 
@@ -96,6 +96,33 @@ def test_approximate_blocks_get_a_salt_of_their_own(side: Any) -> None:
         assert request.block_hashes == [f"salted with {request.cache_salt}"]
     assert one.cache_salt and other.cache_salt and one.cache_salt != other.cache_salt
     assert admit(side, one) == len(second) - 1
+
+
+def test_exact_blocks_are_shared_within_a_namespace_only(side: Any) -> None:
+    ids = turns()[0]
+    asked = [Request(ids, REUSE, namespace=name) for name in ("a", "a", "b", "default")]
+    client = Request(ids, REUSE, namespace="a")
+    client.cache_salt = "the client's own"
+    for request in (*asked, client):
+        side.arrived(request)
+    one, again, other, default = (request.cache_salt for request in asked)
+    assert one == again
+    assert default is None
+    assert len({one, other, client.cache_salt}) == 3
+
+
+def test_salts_of_namespaces_hang_on_the_servers_secret(
+    side: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    salts = []
+    for secret in ("one", "two"):
+        monkeypatch.setattr(side, "_stamp", secret)
+        request = Request(turns()[0], REUSE, namespace="a")
+        request.kv_transfer_params[PARAMETER]["stamp"] = secret
+        side.arrived(request)
+        salts.append(request.cache_salt)
+    assert None not in salts
+    assert salts[0] != salts[1]
 
 
 def test_the_dense_reference_is_kept_from_vllms_prefix_cache(side: Any) -> None:

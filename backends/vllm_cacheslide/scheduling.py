@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,7 +56,8 @@ class Scheduling:
         self._restored = {name: directory.add(context) for name, context in found.items()}
 
     def arrived(self, request: Request) -> None:
-        """Plan an annotated request, and keep its blocks apart if they will not be exact."""
+        """Plan an annotated request, and keep its blocks apart: from other namespaces, and from
+        everybody if they will not be exact."""
         params = request.kv_transfer_params
         if not params or PARAMETER not in params or request.prompt_token_ids is None:
             return
@@ -67,7 +69,7 @@ class Scheduling:
             return
         planned = self._sibling(request, annotation) or self._planning.plan(request, annotation)
         self._planned[request.request_id] = planned
-        _salt(request, planned)
+        _salt(request, planned.salt or self._salt_of_namespace(request, annotation))
 
     def matched(self, request: Request, local: int) -> int | None:
         """Tokens beyond `local` that our workers provide; `None`: ask again in the next step."""
@@ -167,9 +169,19 @@ class Scheduling:
         again.plan_s, again.keeper = again.plan_s + planned.plan_s, planned.keeper
         if planned.salt is not None:
             again.salt = planned.salt
-        else:  # it takes over a prompt of which vLLM has nothing, so no hash was looked up with use
-            _salt(request, again)
+        elif again.salt is not None:  # vLLM has nothing of it, so no hash was looked up with use
+            _salt(request, again.salt)
         return again
+
+    def _salt_of_namespace(self, request: Request, annotation: Annotation) -> str | None:
+        """Keeps the request's own salt. The default namespace shares with requests of vLLM's own.
+
+        Made with the stamp, so that no client can name another's.
+        """
+        if annotation.namespace == "default":
+            return None
+        named = f"{annotation.namespace}\0{request.cache_salt or ''}".encode()
+        return f"cacheslide-{blake2b(named, key=self._stamp.encode()[:64]).hexdigest()}"
 
     def _sibling(self, request: Request, annotation: Annotation) -> Planned | None:
         """Another answer to the same prompt is under way: same plan, same blocks."""
@@ -183,9 +195,9 @@ class Scheduling:
         return None
 
 
-def _salt(request: Request, planned: Planned) -> None:
-    """Keep its blocks apart where they will not be exact."""
-    if planned.salt is not None:
-        request.cache_salt = planned.salt
+def _salt(request: Request, salt: str | None) -> None:
+    """vLLM finds blocks of the same salt only."""
+    if salt is not None:
+        request.cache_salt = salt
         request.block_hashes.clear()
         request.update_block_hashes()
