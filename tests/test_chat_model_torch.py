@@ -90,7 +90,7 @@ def test_stream_and_async_answers_agree_and_a_cancelled_one_harms_nobody(
     chat: ChatCacheSlide,
 ) -> None:
     async def ask() -> str:
-        given_up = chat.astream("Count to a thousand.", max_tokens=4000)
+        given_up: Any = chat.astream("Count to a thousand.", max_tokens=4000)
         await anext(given_up)
         waiting = asyncio.create_task(chat.ainvoke("Count to a thousand.", max_tokens=4000))
         kept = asyncio.create_task(chat.ainvoke("Say yes."))

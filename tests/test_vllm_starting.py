@@ -85,7 +85,7 @@ def test_an_engine_that_does_not_start_is_one_error_that_names_the_model(
         raise RuntimeError("less memory than desired")
 
     monkeypatch.setattr(backend, "engine_args", lambda *_: None)
-    monkeypatch.setattr(backend.LLMEngine, "from_engine_args", fails)
+    monkeypatch.setattr("vllm_cacheslide.backend.LLMEngine.from_engine_args", fails)
     with pytest.raises(BackendError, match=r"engine for some/tiny did not start: less memory than"):
         backend.VllmBackend("some/tiny")
 
