@@ -40,7 +40,7 @@ def test_objects_by_policy_are_points_and_many_figures_go_down(tmp_path: Path) -
     found = {
         "study": "stale",
         "recompute": {**figures, "by": {"old": 0.25}},
-        "prefix": {**figures, "by": {"old": 0.5}},
+        "prefix": {**figures, "by": {"old": 0.5, "new": 1}},
         "cases": [{"id": "a"}],
     }
     assert report(tmp_path, found, "--page").stdout.splitlines() == [
@@ -48,6 +48,7 @@ def test_objects_by_policy_are_points_and_many_figures_go_down(tmp_path: Path) -
         "| --- | --- | --- |",
         *(f"| f{number} | {number} | {number} |" for number in range(9)),
         "| by.old | 0.25 | 0.5 |",
+        "| by.new | - | 1 |",
     ]
 
 

@@ -8,6 +8,7 @@ are many figures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -31,11 +32,12 @@ def flat_points(study: Mapping[str, Any]) -> Points:
         way = "draw it with --plot" if "curves" in study else "read its figures in the file"
         raise DataError(f"study {study.get('study')!r} has no table; {way}")
     points = checked_points(found, words=(), numbers=(), maybe=())
-    flat = [dict(_scalars(point)) for point in points]
-    for number, point in enumerate(flat):
-        if point.keys() != flat[0].keys():
+    for number, point in enumerate(points):
+        if point.keys() != points[0].keys():
             raise DataError(f"points[{number}] has other figures than points[0]")
-    return flat
+    flat = [dict(_scalars(point)) for point in points]
+    columns = dict.fromkeys(chain.from_iterable(flat))
+    return [{**columns, **point} for point in flat]
 
 
 def flat_json(study: Mapping[str, Any]) -> Any:
