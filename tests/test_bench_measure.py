@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 
 from cacheslide_agents.bench import measure
-from cacheslide_agents.bench.measure import Bench
+from cacheslide_agents.bench.measure import WRITTEN, Bench
 from cacheslide_agents.bench.results import Row
 from cacheslide_agents.bench.workloads import Turn
 from cacheslide_agents.chunks import Chunk, ChunkedPrompt, EncodedPrompt, Message
 from cacheslide_agents.errors import BackendError
+from cacheslide_agents.pages.slide import SlideStore
 from cacheslide_agents.policies import Policy, named
 
 if TYPE_CHECKING:
@@ -136,6 +138,11 @@ def test_population_is_timed_and_its_bytes_counted_before_the_clock(
     assert rows["recompute"].populate_s == 0.0
     assert rows["prefix"].populate_s == rows["epic"].populate_s == scripted.WARM_SECONDS
     assert [rows[name].bytes_written for name in NAMES] == [0, 100, 100, 100, 100]
+
+
+def test_bytes_are_counted_under_names_that_a_store_has(tmp_path: Path) -> None:
+    with SlideStore(1 << 20, tmp_path) as store:
+        assert set(WRITTEN) <= store.metrics().keys()
 
 
 def test_the_median_of_repeated_answers_counts(

@@ -176,6 +176,20 @@ def test_honest_reuse_is_checked_and_trusted(backend: TorchBackend) -> None:
     assert 0.0 <= counted["guard_kl"] < 0.05
 
 
+def test_exact_reuse_does_not_outvote_what_may_be_off(backend: TorchBackend) -> None:
+    """Every second approximate reuse is checked, however many exact ones lie between."""
+    answer(backend, 0)
+    for turn in range(1, 5):
+        *_, appended = backend.generate(grown(turn))
+        assert appended.receipt is not None and appended.receipt.exact
+        assert appended.receipt.reused_tokens > 0
+    assert backend.settle(60)
+    assert backend.metrics()["guard_checks"] == 0
+    for turn in (1, 2):
+        assert not answer(backend, turn).exact
+    assert backend.metrics()["guard_checks"] == 1
+
+
 def test_without_the_option_nothing_is_checked(folder: Path) -> None:
     backend = TorchBackend(str(folder), device="cpu")
     for turn in range(3):
