@@ -52,7 +52,7 @@ def test_objects_by_policy_are_points_and_many_figures_go_down(tmp_path: Path) -
     ]
 
 
-def test_a_study_without_points_is_its_own_json(tmp_path: Path) -> None:
+def test_a_study_of_curves_is_its_own_json(tmp_path: Path) -> None:
     found = {"study": "pmkd", "curves": {"rope": [[0, 1.0]]}}
     assert json.loads(report(tmp_path, found, "--json").stdout)["curves"] == found["curves"]
     assert "draw it with --plot" in report(tmp_path, found).stderr
