@@ -252,7 +252,7 @@ def test_threads_never_see_a_wrong_tensor_nor_a_broken_budget(
     budget = 40 * world.BLOCK_BYTES
     with SlideStore(budget, tmp_path, eviction=eviction) as store, ThreadPoolExecutor(4) as threads:
         right = list(threads.map(lambda seed: work_on(store, seed), range(4)))
-        assert sum(right) > 20, "the threads did work"
+        assert sum(right) > 60, "the threads did work"
         metrics = store.metrics()
         assert metrics["memory_bytes"] <= budget
         assert metrics["spilled_blocks"] > 0 and metrics["misses"] == 0

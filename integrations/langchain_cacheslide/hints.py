@@ -23,10 +23,15 @@ from langchain_cacheslide.request import prepare
 def chat_model_in(model: Any) -> ChatCacheSlide | None:
     """The `ChatCacheSlide` that answers in the end, below bindings and replays, if there is one."""
     while not isinstance(model, ChatCacheSlide):
-        model = getattr(model, "bound", None) or getattr(model, "model", None)
+        model = _inside(model)
         if not isinstance(model, Runnable):
             return None
     return model
+
+
+def _inside(model: Any) -> Any:
+    """What a binding or a replay is around."""
+    return getattr(model, "bound", None) or getattr(model, "model", None)
 
 
 def in_session(model: Runnable[Any, Any], session: str | None) -> Runnable[Any, Any]:
@@ -81,7 +86,7 @@ def _namespace_in(model: Any, found: ChatCacheSlide) -> str:
         given = getattr(model, "kwargs", None) or {}
         if given.get("namespace") is not None:
             return str(given["namespace"])
-        model = getattr(model, "bound", None) or getattr(model, "model", None)
+        model = _inside(model)
     return str(found.namespace)
 
 
