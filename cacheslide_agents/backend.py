@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.chunks import Role, Span
-from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.sampling import Grammar as Grammar
 from cacheslide_agents.sampling import Sampling as Sampling
 from cacheslide_agents.sampling import TokenLogprob as TokenLogprob
@@ -194,7 +194,7 @@ def load_backend(name: str, **options: Any) -> Backend:
     except ImportError as error:
         raise BackendError(
             f"backend {name!r} needs a package that is not installed ({error}); "
-            f"pip install 'cacheslide-agents[{name}]'"
+            f"{install_hint(name)}"
         ) from error
     try:
         signature(factory).bind(**options)

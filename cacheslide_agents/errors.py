@@ -128,3 +128,11 @@ class PageError(ReuseError):
 
 class NonFiniteError(ReuseError):
     pass
+
+
+def install_hint(extra: str) -> str:
+    """How a user gets the packages of one of this project's extras."""
+    return (
+        f"install this project with its extra {extra!r}: pip install 'cacheslide-agents[{extra}]', "
+        f"or pip install '.[{extra}]' in its folder"
+    )

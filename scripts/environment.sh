@@ -101,7 +101,7 @@ install() {
         make_environment
     fi
     touch "$venv/.unfinished"
-    say "Installing the versions pinned in $pins into ${venv##*/} (minutes the first time) ..."
+    say "Installing the versions pinned in $pins into ${venv##*/} (minutes the first time; progress in ${log#"$root"/}) ..."
     (cd "$root" && "$@") >"$log" 2>&1 || status=$?
     [ "$status" -gt 128 ] || rm -f "$venv/.unfinished"
     if [ "$status" -ne 0 ]; then

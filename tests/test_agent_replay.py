@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage
 from cacheslide_agents.errors import DataError
 from langchain_cacheslide import ChatCacheSlide
 from langchain_cacheslide.agents import CallLog, Replayed
+from langchain_cacheslide.agents.printing import call_line
 from langchain_cacheslide.hints import chat_model_in
 
 
@@ -61,6 +62,29 @@ def test_log_has_each_call_with_its_receipt_and_tells_of_it(model: Any) -> None:
     assert (call.step, call.text, told) == ("think", "own", ["own"])
     assert call.receipt["reused_tokens"] == 7
     assert log.seconds == call.seconds > 0
+
+
+def test_printed_line_has_what_the_agent_heard(model: Any) -> None:
+    lines: list[str] = []
+    log = CallLog(lambda call: lines.append(call_line(call)))
+    replayed = Replayed(model, ["ls", None])
+    for _ in range(2):
+        replayed.invoke("Hi.", {"callbacks": [log]})
+    assert [call.recorded for call in log.calls] == ["ls", None]
+    said = [line.splitlines()[1].strip() for line in lines]
+    assert said == ["[dim](recorded)[/] ls", "own"]
+    assert "7 of" in lines[0] and "(cold)" not in lines[0]
+
+
+def test_failed_call_uses_no_recorded_answer_up(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replayed = Replayed(model, ["first"])
+    with monkeypatch.context() as patch:
+        patch.setattr(model.backend, "generate", lambda request: iter([1 / 0]))
+        with pytest.raises(ZeroDivisionError):
+            replayed.invoke("Hi.")
+    assert replayed.invoke("Hi.").text == "first"
 
 
 def test_log_takes_any_model_and_leaves_failed_calls_out() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cacheslide_agents.backend import Backend, Sampling
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import ModelNotFoundError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cacheslide_agents.backend import Backend
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 
 if TYPE_CHECKING:
     from tests.support.fake_backend import FakeBackend

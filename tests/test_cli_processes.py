@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,3 +101,31 @@ def test_ctrl_c_during_a_real_answer_exits_130(tiny_model: str) -> None:
     stderr = interrupt_after_first_word(process)
     assert process.returncode == 130
     assert "Traceback" not in stderr
+
+
+def test_ctrl_c_while_the_commands_load_exits_130_without_a_traceback() -> None:
+    code = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+from cacheslide_agents.cli import main
+main()
+"""
+    process = start(sys.executable, "-c", code, "--help")
+    assert process.communicate(timeout=240) == ("", "\n")
+    assert process.returncode == 130
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    process = start(sys.executable, "-m", "cacheslide_agents.cli", "--version")
+    assert process.communicate(timeout=240) == (f"cacheslide-agents {installed()}\n", "")
+
+
+def installed() -> str:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        return str(tomllib.load(file)["project"]["version"])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cacheslide_agents.cli import app, serve
+from cacheslide_agents.cli import serve
+from cacheslide_agents.cli.commands import app
 
 Served = tuple[str, list[str], dict[str, Any]]
 

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.position.rotary import Rotary
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 
 POINTS = [
     {"tokens": 1000, "policy": "prefix", "ttft_s": 4.94400874, "kl_mean": None},

@@ -27,7 +27,7 @@ from cacheslide_agents.bench.replay import (
 from cacheslide_agents.bench.results import Row
 from cacheslide_agents.bench.runner import window_limits
 from cacheslide_agents.bench.workloads import Turn, load_turns
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.policies import CacheSlide, Policy, Population, named
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.logged import LoggedRequest, messages_record, read_request

@@ -17,7 +17,7 @@ from cacheslide_agents.bench.replay.store import TokenStore
 from cacheslide_agents.bench.results import Results, Row, write_json
 from cacheslide_agents.bench.summary import summarise
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Role
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import DataError, PageError, RequestError
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies.work import Work
@@ -152,17 +152,42 @@ def test_a_trace_without_requests_is_an_error(content: Any, tmp_path: Path) -> N
         (["--task", "memgpt"], "give either TRACE"),
         (["x.jsonl", "--prices", "p.json", "--calibrate"], "either --prices or --calibrate"),
         (["x.jsonl", "--policies", "best"], "no policy is named 'best'"),
-        (["x.jsonl", "--dtype", "int3"], "dtype 'int3' is unknown"),
+        (["log.jsonl", "--dtype", "int3"], "dtype 'int3' is unknown"),
         (["x.jsonl"], "x.jsonl: the trace cannot be read"),
-        (["x.jsonl", "--prices", "none.json"], "none.json cannot be read"),
+        (["log.jsonl", "--prices", "none.json"], "none.json cannot be read"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, tiny_model: str
+    arguments: list[str],
+    message: str,
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("log.jsonl").write_text('{"prompt_ids": [1], "namespace": "tests"}\n')
     result = CliRunner().invoke(app, ["replay", *arguments, "--model", tiny_model])
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in " ".join(result.stderr.split())
+
+
+def test_a_bad_line_is_named_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    trace = tmp_path / "log.jsonl"
+    trace.write_text('{"prompt_ids": [1]}\n{bad\n')
+    result = CliRunner().invoke(app, ["replay", str(trace), "--model", "no/such-model"])
+    assert result.exit_code == 2
+    assert f"{trace}:2: not JSON" in " ".join(result.stderr.split())
+
+
+def test_declined_requests_are_counted_by_reason(tmp_path: Path, tiny_model: str) -> None:
+    same, change = list(range(10, 110)), 20  # forty tokens behind a change are not worth moving
+    prompts = [[*same, *[new] * change, *same[:40]] for new in (3, 4)]
+    trace = tmp_path / "log.jsonl"
+    trace.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in prompts))
+    arguments = ["replay", str(trace), "--model", tiny_model, "--policies", "cacheslide"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0
+    assert "cacheslide declined 1 of its requests: prefix_cheaper" in result.stderr
 
 
 def test_a_folder_without_a_decoder_config_is_an_error(tiny_model: str, tmp_path: Path) -> None:

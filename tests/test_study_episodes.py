@@ -27,7 +27,7 @@ from cacheslide_agents.bench.episode_report import (
 )
 from cacheslide_agents.bench.episodes import AGENTS, MODES
 from cacheslide_agents.bench.studies.episodes import EpisodeRow, points
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import DataError
 
 QUESTION = HotpotQuestion("q0", "Which river flows past mill 0?", "the Brook 0", ())

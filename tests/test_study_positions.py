@@ -20,7 +20,7 @@ from cacheslide_agents.bench.studies.layers import layer_curves
 from cacheslide_agents.bench.studies.padding import changed_update, padded
 from cacheslide_agents.bench.studies.pmkd import CHUNK, HEAD, UPDATE, Passage
 from cacheslide_agents.chunks import EncodedPrompt, Role, Span
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.position.profile import Profile
 from torch_cacheslide import TorchBackend

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import (
     DataError,
     ModelError,

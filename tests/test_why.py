@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.cli import app
+from cacheslide_agents.cli.commands import app
 from cacheslide_agents.prompt.auto import chunk_messages
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.compare import compare

@@ -15,7 +15,7 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheslide_agents.errors import ModelLoadError
+from cacheslide_agents.errors import ModelLoadError, install_hint
 from cacheslide_agents.weights.fingerprint import file_digest
 from torch_cacheslide.derived import derived
 from torch_cacheslide.quiet import quiet
@@ -46,7 +46,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     except ImportError as error:
         raise ModelLoadError(
             f"reading {gguf} needs a package that is not installed ({error}); "
-            "pip install 'cacheslide-agents[torch]'"
+            f"{install_hint('torch')}"
         ) from error
     except Exception as error:
         raise ModelLoadError(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.sampling import Grammar, GrammarKind
 from torch_cacheslide.detokenize import special_ids
 from torch_cacheslide.schema import prepared
@@ -91,7 +91,7 @@ class Grammars:
         except ImportError as error:
             raise BackendError(
                 f"a grammar needs a package that is not installed ({error}); "
-                "pip install 'cacheslide-agents[grammar]'"
+                f"{install_hint('grammar')}"
             ) from error
         if not self._ends:
             raise RequestError(

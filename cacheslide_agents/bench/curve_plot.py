@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.errors import DataError, install_hint
 
 
 def plot_curves(study: Mapping[str, Any], path: str | Path) -> None:
@@ -19,7 +19,7 @@ def plot_curves(study: Mapping[str, Any], path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DataError("plots need matplotlib; pip install 'cacheslide-agents[bench]'") from error
+        raise DataError(f"plots need matplotlib; {install_hint('bench')}") from error
     figure = Figure(figsize=(7, 5), layout="constrained")
     panel = figure.subplots()
     for name, points in curves.items():

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from cacheslide_agents.bench.points import checked_points
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.errors import DataError, install_hint
 
 _COLUMNS = (
     "agent",
@@ -64,7 +64,7 @@ def plot_episodes(study: Mapping[str, Any], path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DataError("plots need matplotlib; pip install 'cacheslide-agents[bench]'") from error
+        raise DataError(f"plots need matplotlib; {install_hint('bench')}") from error
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for point in episode_points(study):
         panels.setdefault(f"{point['agent']}, {point['mode']}", []).append(point)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.bench.points import checked_points
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.errors import DataError, install_hint
 
 _LEAST_KL = 1e-7
 """A logarithmic axis has no zero."""
@@ -32,7 +32,7 @@ def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
         from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise DataError("plots need matplotlib; pip install 'cacheslide-agents[bench]'") from error
+        raise DataError(f"plots need matplotlib; {install_hint('bench')}") from error
     by_task = _grouped(points, "task")
     labels = list(_lines(points))
     figure = Figure(figsize=(6 * len(by_task), 7), layout="constrained")

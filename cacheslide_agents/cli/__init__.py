@@ -5,49 +5,19 @@ In: arguments. Out: answers and JSON on stdout, everything else on stderr, an ex
 
 from __future__ import annotations
 
-import typer
+import sys
 
-from cacheslide_agents.cli import (
-    bench,
-    cache,
-    calibrate,
-    chat,
-    check,
-    demo,
-    generate,
-    inspect,
-    replay,
-    report,
-    serve,
-    train,
-    why,
-)
-from cacheslide_agents.cli.console import Commands, open_streams
-
-app = typer.Typer(
-    cls=Commands,
-    name="cacheslide",
-    help="Reuse the KV cache of prompt chunks that moved.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
-app.command()(chat.chat)
-app.command()(generate.generate)
-app.command()(inspect.inspect)
-app.command()(why.why)
-app.command()(check.check)
-app.command()(bench.bench)
-app.command()(replay.replay)
-app.command()(report.report)
-app.command()(demo.demo)
-app.command()(train.train)
-app.command()(calibrate.calibrate)
-app.command(context_settings=serve.FOREIGN_FLAGS)(serve.serve)
-app.add_typer(cache.app)
+from cacheslide_agents.cli.exit_codes import INTERRUPTED
 
 
 def main() -> None:
-    """Run the command line of this process."""
-    open_streams()
-    app()
+    """Run the command line of this process. Ctrl-C ends it quietly while it still loads, too."""
+    try:
+        from cacheslide_agents.cli.commands import app
+        from cacheslide_agents.cli.console import open_streams
+
+        open_streams()
+        app()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -18,7 +18,8 @@ import typer
 from rich.table import Table
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import DOES_NOT_HOLD, emit, notes, screen
+from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.exit_codes import DOES_NOT_HOLD
 from cacheslide_agents.errors import RequestError
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Annotated
 import typer
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import DOES_NOT_HOLD, emit
+from cacheslide_agents.cli.console import emit
 from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.exit_codes import DOES_NOT_HOLD
 
 
 def check(

@@ -16,12 +16,9 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from cacheslide_agents.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERRUPTED
 from cacheslide_agents.errors import CacheSlideError
 
-DOES_NOT_HOLD = 1
-BAD_INPUT = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141
 FILE_WIDTH = 200
 
 

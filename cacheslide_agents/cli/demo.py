@@ -71,6 +71,7 @@ def demo(
         if not as_json:
             print(f"Question: {episode.question.question}")
             print(f"Gold answer: {episode.question.answer}")
+            print("What counts is that both ways answer alike; a small model is often wrong.")
         for trial in run_trials(loaded, prompts, policy, max_tokens):
             trials.append(trial)
             if not as_json:
@@ -111,16 +112,23 @@ def run_trials(
 
 def _show(trial: Trial) -> None:
     reuse, dense = trial.reuse, trial.dense
+    cold = reuse.receipt.outcome == "cold"
+    gain = "nothing is stored yet" if cold else f"{trial.speedup:.1f}x"
     print(
         f"\nTrial {trial.number}: first token after {reuse.receipt.ttft_s:.3f} s with reuse, "
-        f"{dense.receipt.ttft_s:.3f} s without ({trial.speedup:.1f}x)"
+        f"{dense.receipt.ttft_s:.3f} s without ({gain})"
     )
     screen().print(_chunks(reuse.receipt))
     if trial.equal:
-        print(f"Answer, the same both ways: {reuse.text.strip()}")
+        print(f"Answer, the same both ways: {_said(reuse)}")
     else:
-        print(f"Answer with reuse:    {reuse.text.strip()}")
-        print(f"Answer without reuse: {dense.text.strip()}")
+        print(f"Answer with reuse:    {_said(reuse)}")
+        print(f"Answer without reuse: {_said(dense)}")
+
+
+def _said(answer: Answer) -> str:
+    cut = " ... (cut at --max-tokens)" if answer.finish_reason == "length" else ""
+    return answer.text.strip() + cut
 
 
 def _chunks(receipt: Receipt) -> Table:

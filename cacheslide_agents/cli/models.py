@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from cacheslide_agents.errors import BackendError
+from cacheslide_agents.errors import BackendError, install_hint
 from cacheslide_agents.prompt.tokens import load_tokenizer
 
 
@@ -19,7 +19,7 @@ def model_folder(model: str) -> Path:
     except ImportError as error:
         raise BackendError(
             f"finding model {model!r} needs a package that is not installed ({error}); "
-            "pip install 'cacheslide-agents[torch]'"
+            f"{install_hint('torch')}"
         ) from error
     return locate(model)
 

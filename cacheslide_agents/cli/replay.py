@@ -6,6 +6,7 @@ first token, for exact-prefix caching and for CacheSlide.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -70,6 +71,8 @@ def replay(
     if prices is not None and calibrate:
         raise RequestError("give either --prices or --calibrate")
     chosen = {name: named(name) for name in policies.split(",")}
+    if trace is not None:
+        _check(trace)
     found = ReplayModel.read(model_folder(model), dtype)
     requests = _requests(found, trace, task, data, limit, seed, max_prompt_tokens)
     basis: Basis | None = None
@@ -82,6 +85,15 @@ def replay(
         predictions = list(predict(requests(), found, chosen, store_bytes=store_mib * MIB))
     report = _Report(found, model, predictions, basis, against)
     report.emit() if as_json else report.show()
+
+
+def _check(trace: Path) -> None:
+    """Read a file through, so that what is wrong in it is said before a model is looked for."""
+    from cacheslide_agents.bench.replay import read_trace
+
+    if trace.is_file() or not trace.exists():  # what comes through a pipe can be read once only
+        for _ in read_trace(trace):
+            pass
 
 
 def _requests(
@@ -146,8 +158,14 @@ class _Report:
         seconds = None if self._basis is None else self._cost.predict(one.work)
         return {**one.to_dict(), "ttft_s": seconds}
 
+    def _declined(self) -> Counter[tuple[str, str]]:
+        mine = (one for one in self._predictions if one.outcome == "declined")
+        return Counter((one.policy, one.reason) for one in mine)
+
     def show(self) -> None:
         screen().print(_table(self._totals))
+        for (policy, reason), count in self._declined().items():
+            notes().print(f"{policy} declined {count} of its requests: {reason}")
         if self._errors:
             screen().print(_error_table(self._errors))
         if self._basis is None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.paths import expanded
 
 FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -22,6 +22,7 @@ FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 SERVERS = "cacheslide_agents.servers"
 ENGINE = "vllm"
+APART = ", in an environment of its own"
 GIB = 1 << 30
 
 Server = Callable[[str, Sequence[str], Mapping[str, Any]], None]
@@ -110,7 +111,7 @@ def _server() -> Server:
         except ImportError as error:
             raise BackendError(
                 f"serving needs a package that is not installed ({error}); "
-                f"pip install 'cacheslide-agents[{ENGINE}]'"
+                f"{install_hint(ENGINE)}{APART}"
             ) from error
         return found
-    raise BackendError("no server is installed; pip install 'cacheslide-agents[vllm]'")
+    raise BackendError(f"no server is installed; {install_hint(ENGINE)}{APART}")

@@ -68,7 +68,8 @@ def _show(found: Comparison, tokenizer: str, *, roles: bool) -> None:
     console.print(f"  exact-prefix caching reuses {found.prefix}, alignment {found.aligned}")
     if (change := found.difference) is not None:
         console.print(
-            f"First difference: token {change.token}, chunk {change.chunk}, line {change.line}"
+            f"First difference: token {change.token}, chunk {change.chunk}, "
+            f"line {change.line} of the prompt"
         )
         console.print(f"  after {change.shared!r}")
         console.print(f"  was   {change.was!r}")

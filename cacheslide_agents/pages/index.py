@@ -70,6 +70,8 @@ class Index:
         self._connection = self._open_as_it_is() if read_only else self._open_or_begin_anew()
 
     def _open_as_it_is(self) -> sqlite3.Connection:
+        if not self.path.parent.is_dir():
+            raise StoreError(f"there is no folder {self.path.parent}; check the path and rank")
         try:
             return self._open()
         except sqlite3.Error as error:

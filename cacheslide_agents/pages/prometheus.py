@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cacheslide_agents.errors import BackendError
+from cacheslide_agents.errors import BackendError, install_hint
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -78,7 +78,6 @@ def _client() -> Any:
         import prometheus_client.core
     except ImportError as error:
         raise BackendError(
-            "Prometheus metrics need a package that is not installed; "
-            "pip install 'cacheslide-agents[metrics]'"
+            f"Prometheus metrics need a package that is not installed; {install_hint('metrics')}"
         ) from error
     return prometheus_client

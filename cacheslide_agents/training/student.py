@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cacheslide_agents.errors import BackendError
+from cacheslide_agents.errors import BackendError, install_hint
 from cacheslide_agents.training.recipe import Recipe
 from torch_cacheslide.adapter import EMBEDDING
 from torch_cacheslide.cope import cope_from_llama
@@ -67,9 +67,7 @@ def _add_adapters(model: nn.Module, rank: int, seed: int) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise BackendError(
-            f"adapter_rank needs peft ({error}); pip install 'cacheslide-agents[train]'"
-        ) from error
+        raise BackendError(f"adapter_rank needs peft ({error}); {install_hint('train')}") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=list(PROJECTIONS))

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import SecretStr
 
-from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError
+from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError, install_hint
 from cacheslide_agents.prompt.wire_plan import PLAN_VERSION
 from langchain_cacheslide.remote_errors import failure
 from langchain_cacheslide.remote_receipt import NO_PLUGIN, checked
@@ -155,8 +155,7 @@ def _openai() -> Any:
         import openai
     except ImportError as error:
         raise BackendError(
-            "base_url needs the package `openai`, which is not installed; "
-            "pip install 'cacheslide-agents[remote]'"
+            f"base_url needs the package `openai`, which is not installed; {install_hint('remote')}"
         ) from error
     return openai
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.errors import BackendError, DataError, install_hint
 
 if TYPE_CHECKING:
     from cacheslide_agents.bench.episodes import Episode
@@ -150,8 +150,7 @@ def _agents() -> dict[str, Callable[[Path, str], Iterator[Episode]]]:
         from cacheslide_agents.bench.episodes import AGENTS
     except ImportError as error:
         raise BackendError(
-            f"whole episodes need LangChain and LangGraph ({error}); "
-            "pip install 'cacheslide-agents[agents]'"
+            f"whole episodes need LangChain and LangGraph ({error}); {install_hint('agents')}"
         ) from error
     return AGENTS
 

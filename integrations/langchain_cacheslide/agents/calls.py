@@ -21,6 +21,7 @@ from langchain_core.runnables import Runnable, RunnableConfig
 from langchain_cacheslide.hints import in_session, thread_of
 
 STEP = "cacheslide_step"
+RECORDED = "cacheslide_recorded"
 _NODE = "langgraph_node"
 
 
@@ -28,6 +29,7 @@ _NODE = "langgraph_node"
 class Call:
     """`step`: the agent's word for what it asked. `seconds`: wall time of the whole call.
 
+    `text`: the model's own answer. `recorded`: the one that a `Replayed` model put in its place.
     `receipt`: as in `response_metadata["cacheslide"]`; empty where the model gives none.
     """
 
@@ -35,6 +37,14 @@ class Call:
     text: str
     seconds: float
     receipt: dict[str, Any]
+    recorded: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    step: str
+    recorded: str | None
+    start: float
 
 
 class CallLog(BaseCallbackHandler):
@@ -46,7 +56,7 @@ class CallLog(BaseCallbackHandler):
     def __init__(self, told: Callable[[Call], None] = lambda call: None) -> None:
         self.calls: list[Call] = []
         self._told = told
-        self._open: dict[UUID, tuple[str, float]] = {}
+        self._open: dict[UUID, _Open] = {}
         self._lock = Lock()
 
     @property
@@ -66,12 +76,11 @@ class CallLog(BaseCallbackHandler):
         known = metadata or {}
         step = str(known.get(STEP) or known.get(_NODE) or "model")
         with self._lock:
-            self._open[run_id] = (step, perf_counter())
+            self._open[run_id] = _Open(step, known.get(RECORDED), perf_counter())
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         with self._lock:
-            step, start = self._open.pop(run_id)
-            call = _call(step, perf_counter() - start, response)
+            call = _call(self._open.pop(run_id), response)
             self.calls.append(call)
         self._told(call)
 
@@ -85,9 +94,10 @@ def asking(model: Runnable[Any, Any], step: str, config: RunnableConfig) -> Runn
     return in_session(model.with_config(metadata={STEP: step}), thread_of(config))
 
 
-def _call(step: str, seconds: float, response: LLMResult) -> Call:
+def _call(asked: _Open, response: LLMResult) -> Call:
+    seconds = perf_counter() - asked.start
     generation = response.generations[0][0]
     receipt: dict[str, Any] = {}
     if isinstance(generation, ChatGeneration):
         receipt = generation.message.response_metadata.get("cacheslide", {})
-    return Call(step, generation.text, seconds, receipt)
+    return Call(asked.step, generation.text, seconds, receipt, asked.recorded)

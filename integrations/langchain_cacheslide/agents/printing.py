@@ -1,7 +1,7 @@
 """An agent's calls on a terminal, as they end.
 
 In: calls. Out: a line for each: what was asked, the time to its first token, what was reused, and
-the answer.
+the answer that the agent heard.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _SHOWN = 160
 
 def call_line(call: Call) -> str:
     """One call, in rich's markup."""
-    answer = " ".join(call.text.split())
+    heard = call.text if call.recorded is None else call.recorded
+    answer = " ".join(heard.split())
     shown = answer if len(answer) <= _SHOWN else f"{answer[:_SHOWN]}..."
-    return f"[bold]{call.step:<8}[/] {_receipt(call.receipt)}\n         {escape(shown)}"
+    mark = "" if call.recorded is None else "[dim](recorded)[/] "
+    return f"[bold]{call.step:<8}[/] {_receipt(call.receipt)}\n         {mark}{escape(shown)}"
 
 
 def sum_line(calls: Sequence[Call]) -> str:
@@ -49,6 +51,7 @@ def _receipt(receipt: dict[str, Any]) -> str:
         return "no receipt"
     outcome = receipt["outcome"]
     colour = _COLOURS.get(outcome, "yellow")
-    reason = f" ({escape(receipt['reason'])})" if receipt["reason"] else ""
+    says_more = receipt["reason"] not in ("", outcome)
+    reason = f" ({escape(receipt['reason'])})" if says_more else ""
     tokens = f"{receipt['reused_tokens']:>5} of {receipt['prompt_tokens']:>5} tokens reused"
     return f"first token {receipt['ttft_s']:6.2f} s  {tokens}  [{colour}]{outcome}[/]{reason}"
