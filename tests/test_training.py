@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -214,6 +214,58 @@ def test_adapter_and_checkpoint_are_the_same_model(trained: Path, teacher: Any) 
     assert not (trained / CHECKPOINT).exists()
 
 
+@pytest.mark.parametrize("rank", [2, None])
+def test_training_that_starts_from_an_adapter_begins_with_its_very_model(
+    trained: Path, teacher: Any, rank: int | None
+) -> None:
+    start = Adapter.read(trained / "adapter")
+    student = Student(teacher, Recipe(npos=8, adapter_rank=rank), start)
+    assert student.trained
+    found, wanted = student.merge().state_dict(), start.applied(teacher).state_dict()
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"adapter_rank": 3}, "another rank"), ({"npos": 9}, "has 8 positions, not 9")],
+)
+def test_a_start_of_another_shape_is_refused(
+    trained: Path, teacher: Any, change: dict[str, Any], message: str
+) -> None:
+    recipe = Recipe(**{"npos": 8, "adapter_rank": 2, **change})
+    with pytest.raises(RequestError, match=message):
+        Student(teacher, recipe, Adapter.read(trained / "adapter"))
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_a_start_from_another_base_is_refused(
+    trained: Path, tiny: Any, tmp_path: Path, rank: int | None
+) -> None:
+    other = load_model(tiny.write_model(tmp_path / "other", seed=5, initializer_range=0.4)).model
+    with pytest.raises(ModelLoadError, match="another model"):
+        Student(other, Recipe(npos=8, adapter_rank=rank), Adapter.read(trained / "adapter"))
+
+
+def test_distilling_an_adapter_brings_it_nearer_and_its_card_tells_both_parts(
+    trained: Path, folder: Path, text: Path, tmp_path: Path, teacher: Any
+) -> None:
+    shape = Recipe(npos=8, adapter_rank=2, learning_rate=1e-2, distil_rate=1e-2)
+    recipe = replace(shape, transfer_tokens=0, distil_tokens=32 * 40, lengths=(32,))
+    start = trained / "adapter"
+    job = Job(str(folder), [text], [text], tmp_path / "two", recipe, start, eval_lengths=(32,))
+    reports: list[Report] = []
+    (after,) = train(job, reports.append)
+    ids = Corpus(read_texts([text]), load_model(folder).tokenizer, 0).ids
+    (before,) = evaluate(teacher, Adapter.read(start).applied(teacher), ids, (32,), 8)
+    assert after.kl < 0.9 * before.kl
+    assert {report.phase for report in reports} == {"distil"}
+    card = json.loads((tmp_path / "two" / "adapter" / "cope.json").read_text())
+    assert (card["tokens"], card["before"]["tokens"]) == (1280, 320)
+    assert card["before"]["recipe"]["transfer_tokens"] == 320
+
+
 def test_an_adapter_refuses_another_base_and_asks_about_another_precision(
     trained: Path, folder: Path, tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -396,7 +448,14 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"transfer_tokens": 0}, {"lengths": ()}, {"lengths": (4,)}, {"npos": 1}, {"seed": -1}],
+    [
+        {"transfer_tokens": 0},
+        {"distil_tokens": -1},
+        {"lengths": ()},
+        {"lengths": (4,)},
+        {"npos": 1},
+        {"seed": -1},
+    ],
 )
 def test_a_recipe_out_of_range_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(change))):
@@ -436,6 +495,8 @@ def test_the_command_line_trains_and_says_how_near_it_came(folder: Path, tmp_pat
     text.write_text(json.dumps({"text": words}) + "\n")
     arguments = ["train", "--text", str(text), "--valid", str(text), "-m", str(folder), "--json"]
     arguments += ["--tokens", "64", "--lengths", "16,32", "--npos", "8"]
+    nowhere = cli(*arguments, "--out", str(tmp_path / "c"), "--start", str(tmp_path / "none"))
+    assert nowhere.exit_code == 2 and "is not the card of a conversion" in nowhere.stderr
     refused = cli(*arguments, "--out", str(tmp_path / "a"), "--lengths", "16,x")
     assert refused.exit_code == 2 and "whole numbers" in refused.stderr
     done = cli(*arguments, "--out", str(tmp_path / "b"))

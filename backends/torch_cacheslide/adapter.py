@@ -82,7 +82,7 @@ class Adapter:
         Raises `ModelLoadError` for another base, and, unless `other_precision`, for the same model
         in another precision.
         """
-        check_base(base, self.bound, f"the adapter {self.folder}", other_precision=other_precision)
+        self.check(base, other_precision=other_precision)
         try:
             pairs, embeddings = self._parts()
             model = cope_from_llama(base, self.npos)
@@ -99,6 +99,10 @@ class Adapter:
                 "the adapter's two files again, from one training"
             ) from error
         return model.eval().requires_grad_(False)
+
+    def check(self, base: Any, *, other_precision: bool = False) -> None:
+        """Raises `ModelLoadError` if `base` is not the model that this was trained from."""
+        check_base(base, self.bound, f"the adapter {self.folder}", other_precision=other_precision)
 
     def _parts(self) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
         """Low-rank factors by module, and embeddings by name; nothing may be left over."""

@@ -30,14 +30,20 @@ STEPS_A_LINE = 20
 def train(
     text: Annotated[list[Path], typer.Option(help="JSONL with a `text` field; may repeat.")],
     valid: Annotated[list[Path], typer.Option(help="Held-out text, likewise.")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints and the result.")],
+    out: Annotated[
+        Path,
+        typer.Option(parser=options.place("--out"), help="Folder for checkpoints and the result."),
+    ],
     model: options.Model = options.DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=1, help="For attention transfer.")] = 600_000,
+    tokens: Annotated[int, typer.Option(min=0, help="For attention transfer.")] = 600_000,
     distil_tokens: Annotated[int, typer.Option(min=0, help="For distillation after it.")] = 0,
     lengths: Annotated[str, typer.Option(help="Window lengths, with commas.")] = "1024,512,2048",
     sequences: Annotated[int, typer.Option(min=1, help="Windows per step.")] = 1,
     adapter_rank: Annotated[
         int | None, typer.Option(min=1, help="Train low-rank adapters instead of all weights.")
+    ] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of an adapter to go on from, e.g. to distil it.")
     ] = None,
     npos: Annotated[int, typer.Option(min=2, help="Positions per head.")] = 64,
     learning_rate: Annotated[float, typer.Option(help="Of the projections.")] = 5e-4,
@@ -77,6 +83,7 @@ def train(
         valid_files=valid,
         out=out,
         recipe=recipe,
+        start=start,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         dtype=dtype or "float32",
         checkpoint_every=checkpoint_every,

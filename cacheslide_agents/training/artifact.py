@@ -27,7 +27,10 @@ from torch_cacheslide.binding import BaseTensor
 
 @dataclass(frozen=True)
 class Card:
-    """How a conversion came about. `seconds` of training, evaluation not counted."""
+    """How a conversion came about. `seconds` of training, evaluation not counted.
+
+    `before`: recipe, tokens and seconds of the adapter that it started from, if it did.
+    """
 
     base: str
     dtype: str
@@ -37,9 +40,16 @@ class Card:
     threads: int
     held_out: Sequence[HeldOut]
     bound: Mapping[str, BaseTensor]
+    before: Mapping[str, Any] | None = None
 
     def write(self, folder: Path) -> None:
         (folder / CARD).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def history(folder: Path) -> dict[str, Any]:
+    """What the card of an adapter says of its training."""
+    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    return {name: card.get(name) for name in ("recipe", "tokens", "seconds", "threads", "before")}
 
 
 def save_adapter(student: Student, card: Card, folder: Path) -> None:

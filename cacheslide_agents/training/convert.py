@@ -23,7 +23,8 @@ from cacheslide_agents.training.distil import distil
 from cacheslide_agents.training.recipe import Recipe
 from cacheslide_agents.training.student import Student
 from cacheslide_agents.training.transfer import transfer
-from torch_cacheslide.adapter import EMBEDDING
+from cacheslide_agents.weights.fingerprint import file_digest
+from torch_cacheslide.adapter import EMBEDDING, WEIGHTS, Adapter
 
 Step = Callable[[Any, Any, Tensor, float], float]
 PHASES: dict[str, Step] = {"transfer": transfer, "distil": distil}
@@ -53,12 +54,14 @@ class Conversion:
         folder: Path,
         *,
         base_digest: str,
+        start: Adapter | None = None,
         checkpoint_every: int = 20,
     ) -> None:
         self._teacher, self._corpus, self._recipe = teacher, corpus, recipe
         self._path, self._every = folder / CHECKPOINT, checkpoint_every
-        self.student = Student(teacher, recipe)
-        digest = recipe.digest([base_digest, corpus.digest])
+        self.student = Student(teacher, recipe, start)
+        started = [] if start is None else [file_digest(start.folder / WEIGHTS)]
+        digest = recipe.digest([base_digest, corpus.digest, *started])
         self._progress = Progress("transfer", 0, 0.0, 0, digest)
 
     @property

@@ -40,7 +40,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks = {
-            "transfer_tokens": self.transfer_tokens >= 1,
+            "transfer_tokens": self.transfer_tokens >= (0 if self.distil_tokens else 1),
             "distil_tokens": self.distil_tokens >= 0,
             "lengths": bool(self.lengths) and all(length >= 16 for length in self.lengths),
             "sequences": self.sequences >= 1,

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpoint
+from cacheslide_agents.training.artifact import Card, history, save_adapter, save_checkpoint
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.evaluate import HeldOut, evaluate
 from cacheslide_agents.training.recipe import Recipe
+from torch_cacheslide.adapter import Adapter
 from torch_cacheslide.binding import BaseTensor, bind
 from torch_cacheslide.models import LoadedModel, load_model
 
@@ -30,7 +31,8 @@ ADAPTER, MERGED = "adapter", "model"
 class Job:
     """Text files are JSONL with a `text` field; `out` keeps the checkpoint and the result.
 
-    `windows` held-out windows are read at each of `eval_lengths` tokens.
+    `start`: the folder of an adapter that training begins with. `windows` held-out windows are
+    read at each of `eval_lengths` tokens.
     """
 
     model: str
@@ -38,6 +40,7 @@ class Job:
     valid_files: Sequence[Path]
     out: Path
     recipe: Recipe
+    start: Path | None = None
     device: str = "cpu"
     dtype: str = "float32"
     eval_lengths: tuple[int, ...] = (256, 1024, 2048)
@@ -55,12 +58,14 @@ def train(job: Job, report: Callable[[Report], None]) -> list[HeldOut]:
     loaded = load_model(job.model, device=job.device, dtype=job.dtype)
     teacher: Any = loaded.model
     bound = bind(teacher)
+    start = None if job.start is None else Adapter.read(job.start)
     conversion = Conversion(
         teacher,
         Corpus(_texts(job.train_files), loaded.tokenizer, job.recipe.seed),
         job.recipe,
         _folder(job.out),
         base_digest=loaded.fingerprint,
+        start=start,
         checkpoint_every=job.checkpoint_every,
     )
     for step in conversion:
@@ -83,6 +88,7 @@ def _finish(
         threads=torch.get_num_threads(),
         held_out=held_out,
         bound=bound,
+        before=None if job.start is None else history(job.start),
     )
     if student.rank is not None:
         save_adapter(student, card, job.out / ADAPTER)

@@ -1,19 +1,21 @@
 """The model that learns: which of its tensors are trained, and what comes of them.
 
-In: a Llama model and a recipe. Out: a CoPE model with trainable attention projections (or low-rank
-adapters of them, by peft) and position embeddings; at the end, its plain weights.
+In: a Llama model, a recipe, perhaps an adapter to start from. Out: a CoPE model with trainable
+attention projections (or low-rank adapters of them, by peft) and position embeddings; at the end,
+its plain weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cacheslide_agents.errors import BackendError, install_hint
+from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.training.recipe import Recipe
-from torch_cacheslide.adapter import EMBEDDING
+from torch_cacheslide.adapter import EMBEDDING, Adapter
 from torch_cacheslide.cope import cope_from_llama
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -22,14 +24,22 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Student:
     """`model` shares all that is not trained with its teacher."""
 
-    def __init__(self, teacher: Any, recipe: Recipe) -> None:
-        self.model: Any = cope_from_llama(teacher, recipe.npos).requires_grad_(False)
+    def __init__(self, teacher: Any, recipe: Recipe, start: Adapter | None = None) -> None:
         self.rank = recipe.adapter_rank
+        if start is not None and start.npos != recipe.npos:
+            raise RequestError(f"{start.folder} has {start.npos} positions, not {recipe.npos}")
+        if start is not None and self.rank is None:
+            self.model: Any = start.applied(teacher)
+        else:
+            self.model = cope_from_llama(teacher, recipe.npos).requires_grad_(False)
         if self.rank is not None:
             _add_adapters(self.model, self.rank, recipe.seed)
         for name, parameter in self.model.named_parameters():
             trained = EMBEDDING in name or ("lora_" in name if self.rank else _projects(name))
             parameter.requires_grad_(trained)
+        if start is not None and self.rank is not None:
+            start.check(teacher)
+            _copy(start, self.adapter())
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -61,6 +71,18 @@ class Student:
 
 def _projects(name: str) -> bool:
     return ".self_attn." in name and any(f".{each}." in name for each in PROJECTIONS)
+
+
+def _copy(start: Adapter, into: Mapping[str, Tensor]) -> None:
+    """The adapter's own factors and embeddings, where training goes on with them."""
+    shapes = {name: tuple(value.shape) for name, value in into.items()}
+    if {name: tuple(value.shape) for name, value in start.tensors.items()} != shapes:
+        raise RequestError(
+            f"the adapter {start.folder} has another rank than --adapter-rank; name its own, or "
+            "leave it out to train all weights from there"
+        )
+    for name, value in start.tensors.items():
+        into[name].copy_(value)
 
 
 def _add_adapters(model: nn.Module, rank: int, seed: int) -> None:
