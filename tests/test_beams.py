@@ -211,7 +211,7 @@ def test_the_best_answer_is_what_the_next_turn_finds(tiny: TorchBackend) -> None
 def test_cancelling_ends_the_search(tiny: TorchBackend) -> None:
     sampling = Sampling(max_tokens=200, num_beams=4, ignore_eos=True)
     request = GenerationRequest(ids_of(5, 20), sampling=sampling, policy=Recompute())
-    decoding = tiny._writer.decoding(request, 200)
+    decoding = tiny._writer.decoding(request, tiny._writer.start(request), 200)
     asked = []
 
     def cancelled() -> bool:
@@ -227,3 +227,22 @@ def test_cancelling_ends_the_search(tiny: TorchBackend) -> None:
 def test_more_answers_than_beams_are_refused() -> None:
     with pytest.raises(RequestError, match="num_beams"):
         Sampling(n=3, num_beams=2)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_length_penalty_without_bounds_ranks_as_a_large_one(
+    tiny: TorchBackend, sign: int
+) -> None:
+    """At 200 a token more or less outweighs every score, and the power is still a number."""
+
+    def answers(penalty: float) -> dict[int, list[int]]:
+        sampling = Sampling(max_tokens=6, num_beams=4, n=4, length_penalty=penalty)
+        request = GenerationRequest(ids_of(3, 20), sampling=sampling, policy=Recompute())
+        found: dict[int, list[int]] = defaultdict(list)
+        for chunk in tiny.generate(request):
+            found[chunk.index] += chunk.token_ids
+        return found
+
+    expected = answers(200.0 * sign)
+    assert len(expected) == 4
+    assert answers(1e300 * sign) == expected

@@ -248,7 +248,7 @@ def test_logprobs_come_in_openais_shape(
         ({"logprobs": True, "top_logprobs": 1000}, "logprobs=1000 must be None, or from 0"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds"),
         ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
-        ({"n": 0}, "n=0 must be at least 1"),
+        ({"n": 0}, "n=0 must be from 1 to 1024"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(

@@ -136,7 +136,7 @@ def test_refused_connection_asks_whether_the_server_runs() -> None:
 
 def test_silent_server_is_a_timeout(server: OpenAIServer) -> None:
     server.hold_after = 0
-    with pytest.raises(langchain.ModelTimeoutError, match="silent for too long; raise timeout"):
+    with pytest.raises(langchain.ModelTimeoutError, match="took too long; raise timeout"):
         chat(server, timeout=0.2).generate(ASK, {})
 
 
@@ -177,6 +177,41 @@ def test_stream_nobody_can_read_is_a_server_error(server: OpenAIServer, event: s
     server.events = [event]
     with pytest.raises(ServerError, match=f"the server at {server.url}"):
         list(chat(server).stream(ASK, {}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"error": {"message": "boom"}}, "it reports an error: boom"),
+        ({"error": "boom", "choices": []}, "it reports an error: boom"),
+        ({"choices": [{"message": None}]}, "choice 0 of the answer holds no message"),
+        ({"choices": []}, "holds no choices"),
+    ],
+)
+def test_whole_answer_without_a_message_is_a_server_error(
+    server: OpenAIServer, answer: dict[str, Any], said: str
+) -> None:
+    server.answer = answer
+    with pytest.raises(langchain.ModelAPIError, match=f"gave no usable answer: .*{said}") as raised:
+        chat(server).generate(ASK, {})
+    assert isinstance(raised.value, ServerError)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("arguments", ['{"account": "DE", "amount": 12', '{"account": "DE', ""])
+def test_call_that_was_cut_off_is_invalid(
+    server: OpenAIServer, arguments: str, streamed: bool
+) -> None:
+    server.finish_reason = "length"
+    call = {"index": 0, "id": "a", "function": {"name": "pay", "arguments": arguments}}
+    server.pieces = [{"tool_calls": [call]}]
+    if streamed:
+        first, *others = chat(server).stream(ASK, {})
+        message: Any = sum(others, first).message
+    else:
+        message = chat(server).generate(ASK, {}).generations[0].message
+    assert message.tool_calls == []
+    assert [bad["name"] for bad in message.invalid_tool_calls] == ["pay"]
 
 
 def test_key_is_sent_but_never_shown(

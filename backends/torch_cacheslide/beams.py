@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from sys import float_info
 
 import torch
 from torch import Tensor
@@ -137,8 +138,11 @@ class BeamSearch:
         told = token_logprob(logits, last.token, self._sampling.logprobs)
         return replace(beam, steps=(*beam.steps[:-1], replace(last, logprob=told)))
 
-    def _merit(self, beam: Beam) -> float:
-        return beam.score / math.pow(len(beam.steps), self._sampling.length_penalty)
+    def _merit(self, beam: Beam) -> tuple[float, float]:
+        """Orders beams as score / length ** `length_penalty` does, whatever the penalty: in
+        logarithms, for the power itself may be too large or too small for a number."""
+        weight = self._sampling.length_penalty * math.log(len(beam.steps))
+        return weight - math.log(max(-beam.score, float_info.min)), beam.score
 
     def _settled(self, best: Beam, answers: Sequence[Beam]) -> bool:
         full = len(answers) == self.width

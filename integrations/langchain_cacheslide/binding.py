@@ -7,7 +7,7 @@ and the grammar that holds an answer to them.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Demand:
 
 def demand(settings: Mapping[str, Any]) -> Demand:
     """What `settings` ask for; `RequestError` for what cannot be had."""
-    tools = tuple(openai_tool(tool) for tool in settings["tools"] or ())
+    tools = tuple(openai_tools(settings["tools"]))
     names = [tool["function"]["name"] for tool in tools]
     wanted = openai_format(settings["response_format"])
     answer, grammar = response_grammar(wanted), settings["grammar"]
@@ -79,6 +79,15 @@ def demand(settings: Mapping[str, Any]) -> Demand:
         # A forced answer has nothing to end it but the model's own sense; small ones have none.
         parallel = choice == "auto"
     return Demand(tools, choice, bool(parallel), answer, wanted)
+
+
+def openai_tools(tools: Any) -> list[dict[str, Any]]:
+    """All of them; `None` has none. `RequestError` for what is no list of tools."""
+    if tools is None:
+        return []
+    if not isinstance(tools, Iterable) or isinstance(tools, str | bytes | Mapping):
+        raise RequestError(f"tools={tools!r:.120} must be a list of tools")
+    return [openai_tool(tool) for tool in tools]
 
 
 def openai_tool(tool: ToolLike) -> dict[str, Any]:

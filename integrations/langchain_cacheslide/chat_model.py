@@ -26,7 +26,7 @@ from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.template import PromptTemplate
 from langchain_cacheslide import counting, parameters, structured
-from langchain_cacheslide.binding import ToolLike, demand, openai_tool
+from langchain_cacheslide.binding import ToolLike, demand, openai_tools
 from langchain_cacheslide.fields import ChatFields
 from langchain_cacheslide.local import LocalCall
 from langchain_cacheslide.messages import to_messages, to_prompt_value
@@ -200,7 +200,7 @@ class ChatCacheSlide(ChatFields):
         "required" (a call), or the name of the one to call. `parallel_tool_calls=None`: several
         calls under "auto", one where a call is forced. Calls always match their schema, with or
         without `strict`. Raises `RequestError` for tools that cannot be described."""
-        given = {"tools": [openai_tool(tool) for tool in tools], "tool_choice": tool_choice}
+        given: dict[str, Any] = {"tools": openai_tools(tools), "tool_choice": tool_choice}
         given["parallel_tool_calls"] = parallel_tool_calls
         demand({**dict.fromkeys(parameters.ANSWER), **given})
         kept = {name: value for name, value in given.items() if value not in (None, [])}
@@ -219,13 +219,14 @@ class ChatCacheSlide(ChatFields):
         """Answers as instances of `schema`: a pydantic class, a TypedDict or a JSON schema.
 
         `method`: "json_schema", "json_mode" (the same, but works without a schema, too) or
-        "function_calling". The answer always matches, with or without `strict`. With `tools` the
-        model may call them instead; such an answer stays a message.
+        "function_calling". The answer always matches, with or without `strict`, unless it is cut
+        off: `OutputParserException` then says so. With `tools` the model may call them instead;
+        such an answer stays a message.
         """
         structured.check_method(method, schema, tools)
         binding = structured.binding(method, schema, strict)
         if tools is not None:
-            binding["tools"] = [openai_tool(tool) for tool in tools]
+            binding["tools"] = openai_tools(tools)
         model = self.bind(**binding, **kwargs)
         parser = structured.parser(method, schema, with_tools=bool(tools))
         return structured.with_raw(model, parser) if include_raw else model | parser

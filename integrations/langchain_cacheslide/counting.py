@@ -13,7 +13,7 @@ from langchain_core.messages import BaseMessage
 
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.prompt.count import count_tokens
-from langchain_cacheslide.binding import openai_tool
+from langchain_cacheslide.binding import openai_tools
 from langchain_cacheslide.loader import BackendLoader
 from langchain_cacheslide.messages import from_messages
 
@@ -28,7 +28,7 @@ def counted_prompt(
     tools: Sequence[Any] | None,
 ) -> int:
     """Tokens of the prompt as it would be sent."""
-    schemas = [openai_tool(tool) for tool in tools or ()]
+    schemas = openai_tools(tools)
     encoder = loader.encoder(backend.tokenizer)
     return len(encoder.encode(from_messages(messages), tools=schemas).ids)
 
@@ -40,6 +40,6 @@ def estimated(text: str) -> int:
 
 def estimated_prompt(messages: Sequence[BaseMessage], tools: Sequence[Any] | None) -> int:
     prompt = from_messages(messages)
-    schemas = [json.dumps(openai_tool(tool), ensure_ascii=False) for tool in tools or ()]
+    schemas = [json.dumps(tool, ensure_ascii=False) for tool in openai_tools(tools)]
     said = sum(_PER_MESSAGE + estimated(message.content) for message in prompt.messages)
     return said + sum(map(estimated, schemas))

@@ -1,23 +1,66 @@
 """Answers that must be whole by a certain time.
 
-In: a stream and a number of seconds. Out: the same stream, which ends with `RequestTimeoutError`
-when they have passed; the request behind it is cancelled.
+In: a stream or a question, and a number of seconds. Out: the same stream, or the answer, which ends
+with `RequestTimeoutError` when they have passed; the request behind it is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from concurrent.futures import Future, wait
 from contextlib import aclosing, closing
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from cacheslide_agents.errors import RequestTimeoutError
 
 T = TypeVar("T")
 _END = object()
+_NAME = "cacheslide-deadline"
+
+
+class Question(Generic[T]):
+    """Something that is asked once, by a thread of its own; whoever waits has one deadline.
+
+    A thread whose answer nobody waits for any more ends with the connection it reads.
+    """
+
+    def __init__(self, ask: Callable[[], T], seconds: float) -> None:
+        self._seconds, self._deadline = seconds, monotonic() + seconds
+        self._future: Future[T] = Future()
+        Thread(target=self._put, args=(ask,), name=_NAME, daemon=True).start()
+
+    def answer(self) -> T:
+        """Raises what asking raised, or `RequestTimeoutError`."""
+        done, _ = wait([self._future], max(0.0, self._deadline - monotonic()))
+        if not done:
+            raise RequestTimeoutError(self._seconds)
+        return self._future.result()
+
+    def _put(self, ask: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(ask())
+        except BaseException as error:  # whatever it is belongs to those who wait
+            self._future.set_exception(error)
+
+
+def whole(ask: Callable[[], T], seconds: float | None) -> T:
+    """What `ask()` returns."""
+    return ask() if seconds is None else Question(ask, seconds).answer()
+
+
+async def awhole(ask: Callable[[], Awaitable[T]], seconds: float | None) -> T:
+    """The same for asyncio."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await ask()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise RequestTimeoutError(seconds or 0.0) from None
 
 
 def within(start: Callable[[], Iterator[T]], seconds: float | None) -> Generator[T, None, None]:
@@ -38,11 +81,13 @@ async def awithin(
         while True:
             left = None if deadline is None else deadline - monotonic()
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(left) as limit:
                     item = await anext(stream)
             except StopAsyncIteration:
                 return
             except TimeoutError:
+                if not limit.expired():  # the stream's own
+                    raise
                 raise RequestTimeoutError(seconds or 0.0) from None
             yield item
 
@@ -51,8 +96,7 @@ def _watched(start: Callable[[], Iterator[T]], seconds: float) -> Generator[T, N
     """A thread waits in our place, for a generator that computes cannot be closed from outside."""
     queue: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     left = Event()
-    name = "cacheslide-deadline"
-    Thread(target=_pump, args=(start, queue, left), name=name, daemon=True).start()
+    Thread(target=_pump, args=(start, queue, left), name=_NAME, daemon=True).start()
     deadline = monotonic() + seconds
     try:
         while True:

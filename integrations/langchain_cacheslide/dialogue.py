@@ -17,6 +17,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
+from cacheslide_agents.errors import PromptError
+
 _ROLES: dict[type[BaseMessage], str] = {
     SystemMessage: "system",
     HumanMessage: "user",
@@ -60,10 +62,22 @@ def _role(message: BaseMessage) -> str:
     return next(kinds, message.type)
 
 
+def content_of(message: BaseMessage) -> str | list[Any]:
+    """LangChain checks it when a message is made, and not when it is changed."""
+    content: Any = message.content
+    if not isinstance(content, str | list):
+        raise PromptError(
+            f"the content of a message of type {message.type!r} must be text or a list of blocks, "
+            f"not {content!r:.120}"
+        )
+    return content
+
+
 def _content(message: BaseMessage) -> str | list[Any]:
-    if isinstance(message.content, str):
-        return message.content
-    return [block for block in message.content if not _is_left_out(block)]
+    content = content_of(message)
+    if isinstance(content, str):
+        return content
+    return [block for block in content if not _is_left_out(block)]
 
 
 def _is_left_out(block: Any) -> bool:

@@ -57,7 +57,7 @@ class ChatFields(BaseChatModel):
     """Log-probabilities in `response_metadata["logprobs"]`, in OpenAI's shape."""
     top_logprobs: int | None = None
     timeout: float | None = None
-    """Seconds: for the whole answer of a backend, or that a server may stay silent."""
+    """Seconds for the whole answer, whoever gives it; `None` sets no limit."""
     max_retries: int = 2
     """For a server; a backend in this process has nothing that a second try would mend."""
     streaming: bool = False

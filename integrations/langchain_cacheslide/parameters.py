@@ -6,11 +6,13 @@ which `Sampling`, the policy and the wish for an answer are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from cacheslide_agents.backend import PolicyLike, Sampling
 from cacheslide_agents.errors import RequestError
+from cacheslide_agents.sampling import Grammar
 
 SAMPLING = (
     "temperature",
@@ -33,6 +35,8 @@ ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "gra
 """What only a call or a binding says."""
 _NEEDED = frozenset(SAMPLING) - {"seed", "stop"} | {"namespace", "reuse", "model", "max_retries"}
 """For these `None` means nothing but "not given"; for the others it is a value, too."""
+LONGEST_TIMEOUT_S = 604_800
+"""Sockets and locks cannot wait for any number of seconds."""
 DENSE = "recompute"
 """The policy that stores nothing and reuses nothing."""
 
@@ -67,8 +71,13 @@ def merge(
 
 
 def sampling(settings: Mapping[str, Any]) -> Sampling:
-    """The decoding parameters among `settings`; `RequestError` when one is out of range."""
-    _check_connection(settings)
+    """The decoding parameters among `settings`.
+
+    `RequestError` when one of all settings is of no kind it may be, or out of range.
+    """
+    for name, (holds, rule) in _KINDS.items():
+        if name in settings and not holds(settings[name]):
+            raise RequestError(f"{name}={settings[name]!r:.120} must be {rule}")
     stop = settings["stop"] or ()
     values = {name: settings[name] for name in SAMPLING if name != "stop"}
     return Sampling(
@@ -108,9 +117,56 @@ def _logprobs(wanted: bool | None, top: int | None) -> int | None:
     return top
 
 
-def _check_connection(settings: Mapping[str, Any]) -> None:
-    timeout, retries = settings["timeout"], settings["max_retries"]
-    if timeout is not None and (not isinstance(timeout, int | float) or not timeout > 0):
-        raise RequestError(f"timeout={timeout!r} must be a number of seconds above 0, or None")
-    if not isinstance(retries, int) or retries < 0:
-        raise RequestError(f"max_retries={retries!r} must be at least 0, and whole")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_list(value: Any, kind: type | tuple[type, ...] = object) -> bool:
+    """A string or a mapping is no list of what it is made of."""
+    listed = isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)
+    return listed and all(isinstance(each, kind) for each in value)
+
+
+_TEXT = (lambda value: isinstance(value, str), "a string")
+_TEXT_OR_NONE = (lambda value: isinstance(value, str | None), "a string, or None")
+_SWITCH = (lambda value: isinstance(value, bool), "True or False")
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "stop": (
+        lambda value: value is None or isinstance(value, str) or _is_list(value, str),
+        "a string or a list of strings, or None",
+    ),
+    "namespace": _TEXT,
+    "task": _TEXT_OR_NONE,
+    "session": _TEXT_OR_NONE,
+    "model": _TEXT_OR_NONE,
+    "reuse": _SWITCH,
+    "policy": (
+        lambda value: value is None or isinstance(getattr(value, "name", value), str),
+        "a policy or its name, or None",
+    ),
+    "timeout": (
+        lambda value: value is None or (_is_number(value) and 0 < value <= LONGEST_TIMEOUT_S),
+        f"a number of seconds above 0 and at most {LONGEST_TIMEOUT_S} (a week), or None",
+    ),
+    "max_retries": (
+        lambda value: _is_number(value) and isinstance(value, Integral) and int(value) >= 0,
+        "at least 0, and whole",
+    ),
+    "tool_choice": (
+        lambda value: isinstance(value, str | bool | Mapping | None),
+        "'auto', 'none', 'any', the name of a tool, or None",
+    ),
+    "parallel_tool_calls": (
+        lambda value: isinstance(value, bool | None),
+        "True or False, or None",
+    ),
+    "grammar": (
+        lambda value: (
+            value is None
+            or isinstance(value, Grammar)
+            or (_is_list(value, str) and 1 <= len(value) <= 2)
+        ),
+        "a Grammar, or its kind and its source, as in ('regex', '[0-9]+')",
+    ),
+}
+"""What may be in a setting; `Sampling` checks the numbers of its own, `demand` the rest."""

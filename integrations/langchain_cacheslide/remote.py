@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, closing, contextmanager
 from typing import Any, cast
 
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import SecretStr
 
-from cacheslide_agents.errors import CacheSlideError
-from langchain_cacheslide.remote_answer import result_of, usage_of
+from cacheslide_agents.errors import CacheSlideError, RequestTimeoutError
+from langchain_cacheslide.deadline import awhole, awithin, whole, within
+from langchain_cacheslide.remote_answer import expect_answers, result_of, usage_of
 from langchain_cacheslide.remote_call import Call, Cut, cut_by_characters, plain, prepared
 from langchain_cacheslide.remote_errors import ServerConnectionError, failure
 from langchain_cacheslide.remote_receipt import NO_RECEIPT, receipt_in, receipt_without
@@ -31,8 +32,10 @@ from langchain_cacheslide.remote_server import Server
 class RemoteChat:
     """A server's model behind LangChain's words. Safe to call from threads and event loops.
 
-    `model=None` takes the only model the server has. `timeout`: seconds a server may stay silent
-    (`None`: the client's default, ten minutes). Refused and broken connections, 408, 409, 429 and
+    `model=None` takes the only model the server has. `timeout`: seconds for the whole answer,
+    retries included (`None`: as many as it takes, unless a server is silent for ten minutes); the
+    server's models, asked for once, have as many (60 for `None`), its status and a receipt 5 at
+    most. Refused and broken connections, 408, 409, 429 and
     5xx are tried again up to `max_retries` times, not once an answer has begun. `cut` finds the
     chunks for a plan; one that encodes with the server's own tokenizer binds plans to token ids.
 
@@ -75,8 +78,7 @@ class RemoteChat:
         """The answer as it comes; closing the generator closes the connection."""
         call = self._call(messages, settings, tools, tool_choice, response_format, stream=True)
         with self._failures(call):
-            events = self._server.client().chat.completions.create(**call.arguments)
-            with cast(Any, events):
+            with closing(within(lambda: self._events(call), self._server.timeout)) as events:
                 for event in events:
                     if (chunk := call.add(event)) is not None:
                         yield chunk
@@ -95,9 +97,9 @@ class RemoteChat:
         # Asking for the model and cutting a long prompt would hold up the event loop.
         call = await asyncio.to_thread(self._call, *given, stream=True)
         with self._failures(call):
-            client = self._server.aclient()
-            events = await client.chat.completions.create(**call.arguments)
-            async with cast(Any, events):
+            async with aclosing(
+                awithin(lambda: self._aevents(call), self._server.timeout)
+            ) as events:
                 async for event in events:
                     if (chunk := call.add(event)) is not None:
                         yield chunk
@@ -114,7 +116,8 @@ class RemoteChat:
         """The whole answer, or all `n` of them."""
         call = self._call(messages, settings, tools, tool_choice, response_format, stream=False)
         with self._failures(call):
-            answer = self._server.client().chat.completions.create(**call.arguments)
+            create = self._server.client().chat.completions.create
+            answer = whole(lambda: create(**call.arguments), self._server.timeout)
             return self._result(call, plain(answer))
 
     async def agenerate(
@@ -129,12 +132,23 @@ class RemoteChat:
         given = (messages, settings, tools, tool_choice, response_format)
         call = await asyncio.to_thread(self._call, *given, stream=False)
         with self._failures(call):
-            client = self._server.aclient()
-            answer = await client.chat.completions.create(**call.arguments)
+            create = self._server.aclient().chat.completions.create
+            answer = await awhole(lambda: create(**call.arguments), self._server.timeout)
             return await asyncio.to_thread(self._result, call, plain(answer))
 
     def _call(self, *given: Any, stream: bool) -> Call:
         return prepared(self._server.facts(), self._cut, *given, stream=stream)
+
+    def _events(self, call: Call) -> Iterator[Any]:
+        events = self._server.client().chat.completions.create(**call.arguments)
+        with cast(Any, events):
+            yield from events
+
+    async def _aevents(self, call: Call) -> AsyncIterator[Any]:
+        events = await self._server.aclient().chat.completions.create(**call.arguments)
+        async with cast(Any, events):
+            async for event in events:
+                yield event
 
     def _end(self, call: Call) -> ChatGenerationChunk:
         answer = call.answer
@@ -151,11 +165,9 @@ class RemoteChat:
         return answer.end(receipt, usage)
 
     def _result(self, call: Call, answer: dict[str, Any]) -> ChatResult:
+        expect_answers(answer)
         receipt, own = self._receipt(call, answer)
-        result = result_of(answer, receipt, usage_of(answer.get("usage"), receipt if own else None))
-        if not result.generations:
-            raise ValueError("the answer holds no choices")
-        return result
+        return result_of(answer, receipt, usage_of(answer.get("usage"), receipt if own else None))
 
     def _receipt(self, call: Call, answer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The receipt, and whether it is the server's own."""
@@ -172,9 +184,9 @@ class RemoteChat:
         """Whatever comes out of the client in here leaves as a `ServerError`."""
         try:
             yield
-        except CacheSlideError:
-            raise
         except Exception as error:
+            if isinstance(error, CacheSlideError) and not isinstance(error, RequestTimeoutError):
+                raise
             ours = failure(
                 error,
                 url=self._server.url,

@@ -6,6 +6,7 @@ which the last carries usage, finish reason and receipt, or a whole `ChatResult`
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ from langchain_core.messages.tool import ToolCall, ToolCallChunk
 from langchain_core.messages.tool import tool_call_chunk as make_chunk
 from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+
+from langchain_cacheslide.toolcalls import JsonScanner
 
 Receipt = Mapping[str, Any]
 
@@ -32,6 +35,7 @@ class StreamedAnswer:
     pieces: int = 0
     finish_reason: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    _arguments: dict[Any, str] = field(default_factory=dict)
 
     def add(self, event: Mapping[str, Any]) -> ChatGenerationChunk | None:
         """`None` for an event that says nothing new: the role, the end, the usage."""
@@ -49,6 +53,10 @@ class StreamedAnswer:
             return None
         self.pieces += 1
         self.text += content if isinstance(content, str) else ""
+        for call in calls:
+            self._arguments[call["index"]] = self._arguments.get(call["index"], "") + (
+                call["args"] or ""
+            )
         message = AIMessageChunk(
             content=content,
             additional_kwargs=extra,
@@ -63,6 +71,11 @@ class StreamedAnswer:
         metadata = _metadata(self.finish_reason, self.facts, receipt)
         message = AIMessageChunk(
             content="",
+            tool_call_chunks=[
+                make_chunk(name=None, args=spoiler, id=None, index=index)
+                for index, arguments in self._arguments.items()
+                if (spoiler := _spoiler(arguments, self.finish_reason))
+            ],
             response_metadata=metadata,
             usage_metadata=usage,
             id=self.facts.get("id"),
@@ -72,6 +85,20 @@ class StreamedAnswer:
         return ChatGenerationChunk(message=message, generation_info=generation_info)
 
 
+def expect_answers(answer: Mapping[str, Any]) -> None:
+    """`ValueError` for an answer that holds none, with what the server says about it."""
+    choices = answer.get("choices") or ()
+    error = answer.get("error")
+    if error and not choices:
+        said = error.get("message") if isinstance(error, Mapping) else None
+        raise ValueError(f"it reports an error: {said or error}")
+    if not choices:
+        raise ValueError("the answer holds no choices")
+    for place, choice in enumerate(choices):
+        if not isinstance(choice.get("message"), Mapping):
+            raise ValueError(f"choice {place} of the answer holds no message")
+
+
 def result_of(
     answer: Mapping[str, Any], receipt: Receipt, usage: UsageMetadata | None
 ) -> ChatResult:
@@ -79,7 +106,7 @@ def result_of(
     generations = []
     for place, choice in enumerate(answer.get("choices") or ()):
         reason = choice.get("finish_reason")
-        message = _message(choice.get("message") or {})
+        message = _message(choice["message"], reason)
         message.response_metadata = _logprobs(choice) | _metadata(reason, answer, receipt)
         message.usage_metadata = None if place else usage
         message.id = answer.get("id") if not place else None
@@ -121,6 +148,23 @@ def cached_tokens(usage: Mapping[str, Any]) -> int | None:
     return None if count is None else int(count)
 
 
+def _spoiler(arguments: str, finish_reason: str | None) -> str:
+    """What has to follow arguments that are not whole, lest LangChain makes them so."""
+    try:
+        json.loads(arguments or _none_given(finish_reason), strict=False)
+    except ValueError:
+        scanner = JsonScanner()
+        for letter in arguments:
+            scanner.feed(letter)
+        return scanner.spoiler()
+    return ""
+
+
+def _none_given(finish_reason: str | None) -> str:
+    """What no arguments mean: none are needed, unless the answer was cut off before them."""
+    return "" if finish_reason == "length" else "{}"
+
+
 def _metadata(
     finish_reason: str | None, facts: Mapping[str, Any], receipt: Receipt
 ) -> dict[str, Any]:
@@ -131,11 +175,13 @@ def _metadata(
     }
 
 
-def _message(given: Mapping[str, Any]) -> AIMessage:
+def _message(given: Mapping[str, Any], finish_reason: str | None) -> AIMessage:
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []
     for call in given.get("tool_calls") or ():
         try:
+            if not (_function(call).get("arguments") or _none_given(finish_reason)):
+                raise OutputParserException("the answer was cut off before the arguments")
             parsed: Any = parse_tool_call(call, return_id=True)
             if not isinstance(parsed["args"], dict):
                 raise OutputParserException("arguments must be a JSON object")
@@ -163,7 +209,7 @@ def _logprobs(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call_chunk(place: int, call: Mapping[str, Any]) -> ToolCallChunk:
     """Some servers leave out the index: a call then is numbered by its place in the event."""
-    function = call.get("function") or {}
+    function = _function(call)
     index = call.get("index")
     return make_chunk(
         name=function.get("name"),
@@ -171,3 +217,7 @@ def _call_chunk(place: int, call: Mapping[str, Any]) -> ToolCallChunk:
         id=call.get("id"),
         index=place if index is None else index,
     )
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    return call.get("function") or {}

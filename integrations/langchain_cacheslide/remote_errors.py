@@ -13,7 +13,7 @@ from typing import Any
 from langchain_core import exceptions as langchain
 from pydantic import SecretStr
 
-from cacheslide_agents.errors import ServerError
+from cacheslide_agents.errors import RequestTimeoutError, ServerError
 
 
 class ServerRequestError(ServerError, langchain.ModelInvalidRequestError):
@@ -49,7 +49,7 @@ class ServerConnectionError(ServerError, langchain.ModelConnectionError):
 
 
 class ServerTimeoutError(ServerError, langchain.ModelTimeoutError):
-    """The server stayed silent for longer than `timeout`."""
+    """The server had not given its whole answer within `timeout`."""
 
 
 _BY_STATUS: dict[int, tuple[type[ServerError], str]] = {
@@ -79,8 +79,9 @@ def failure(
     told: dict[str, Any] = {"status": status, "partial": partial, "pieces": pieces}
     if isinstance(error, openai.APIStatusError):
         return _refusal(error, f"the server at {url} answered {status}: {said}", knobs, told)
-    if isinstance(error, openai.APITimeoutError) or _is_named(error, "Timeout"):
-        message = f"the server at {url} stayed silent for too long"
+    late = isinstance(error, openai.APITimeoutError | RequestTimeoutError)
+    if late or _is_named(error, "Timeout"):
+        message = f"the server at {url} took too long"
         return ServerTimeoutError(f"{message}{_so_far(pieces, partial)}; raise timeout", **told)
     if pieces:
         message = f"the server at {url} broke off{_so_far(pieces, partial)}: {said}"

@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_me
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cacheslide_agents.errors import PromptError, RequestError
+from langchain_cacheslide.dialogue import content_of
 
 KNOBS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings beyond OpenAI's API under vLLM's names, with the value that switches each off."""
@@ -71,7 +72,7 @@ def as_openai(message: BaseMessage) -> dict[str, Any]:
     Servers join text blocks each in its own way; text that is joined here is the text whose chunks
     were counted. Blocks that are not text (images) are left to LangChain's own conversion.
     """
-    content = message.content
+    content = content_of(message)
     if not isinstance(content, str):
         blocks = [block for block in content if not _is_left_out(block)]
         texts = [block if isinstance(block, str) else block.get("text") for block in blocks]

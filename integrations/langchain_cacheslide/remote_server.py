@@ -16,8 +16,15 @@ from weakref import WeakKeyDictionary
 
 from pydantic import SecretStr
 
-from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError, install_hint
+from cacheslide_agents.errors import (
+    BackendError,
+    ModelNotFoundError,
+    RequestError,
+    RequestTimeoutError,
+    install_hint,
+)
 from cacheslide_agents.prompt.wire_plan import PLAN_VERSION
+from langchain_cacheslide.deadline import Question, whole
 from langchain_cacheslide.remote_errors import failure
 from langchain_cacheslide.remote_receipt import NO_PLUGIN, checked
 
@@ -27,6 +34,8 @@ if TYPE_CHECKING:
 _NO_KEY = "none"
 _ASIDE_S = 5.0
 """Longest wait for what is not the answer itself: the status and the receipts."""
+_NAMES_S = 60.0
+"""Longest wait for the models' names, without which nothing can be asked."""
 _ASK_AGAIN_S = 60.0
 """After a status that could not be had, seconds until it is asked for again."""
 
@@ -63,16 +72,17 @@ class Server:
         if timeout is not None:
             self._options["timeout"] = timeout
         # Per request: a copy of a client would read OpenAI's variables anew.
-        self._aside: RequestOptions = {
-            "timeout": min(timeout or _ASIDE_S, _ASIDE_S),
-            "max_retries": 0,
-        }
+        self.timeout = timeout
+        self._aside_s = min(timeout or _ASIDE_S, _ASIDE_S)
+        self._aside: RequestOptions = {"timeout": self._aside_s, "max_retries": 0}
         self._clock = clock
-        self._lock, self._asking = Lock(), Lock()
+        self._lock = Lock()  # never held while a server is asked
         self._client: OpenAI | None = None
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = (
             WeakKeyDictionary()
         )
+        self._naming: Question[list[str]] | None = None
+        self._asking: Question[tuple[str, float]] | None = None
         self._status: tuple[str, float] | None = None
 
     def client(self) -> OpenAI:
@@ -92,20 +102,21 @@ class Server:
     def facts(self) -> Facts:
         """Asked from the server at the first call. Raises when it cannot name one model."""
         client = self.client()
-        with self._asking:
-            if self._model is None:
-                self._model = self._only_model(client)
-            if self._status is None or self._clock() >= self._status[1]:
-                self._status = self._asked_status(client)
-            return Facts(self._model, self._status[0])
+        if self._model is None:
+            self._model = self._only_model(client)
+        return Facts(self._model, self._no_plan(client))
 
     def receipt(self, answer_id: str) -> dict[str, Any] | None:
         """The receipt of an answer that did not bring it along; `None` if it cannot be had."""
+        path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
         try:
-            path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
-            return checked(self.client().get(path, cast_to=object, options=self._aside))
+            client = self.client()
+            found = whole(
+                lambda: client.get(path, cast_to=object, options=self._aside), self._aside_s
+            )
         except Exception:
             return None
+        return checked(found)
 
     def _made(self, kind: Any) -> Any:
         """A client that sends nothing of what the environment holds for OpenAI itself."""
@@ -117,16 +128,41 @@ class Server:
         return client
 
     def _only_model(self, client: OpenAI) -> str:
+        with self._lock:
+            if self._naming is None:
+                seconds = self.timeout or _NAMES_S
+                self._naming = Question(lambda: _names(client), seconds)
+            naming = self._naming
         try:
-            names = [model.id for model in client.models.list().data or ()]
+            names = naming.answer()
         except Exception as error:
             raise failure(error, url=self.url, secret=self.api_key) from None
+        finally:
+            with self._lock:  # whatever came of it, the next call that must know asks anew
+                self._naming = None if self._naming is naming else self._naming
         if len(names) == 1:
             return names[0]
         listed = ", ".join(map(repr, sorted(names)[:20])) or "none"
         raise ModelNotFoundError(
             f"the server at {self.url} serves {len(names)} models: {listed}; say which with `model`"
         )
+
+    def _no_plan(self, client: OpenAI) -> str:
+        """Why no plan is sent; "" if one is. Callers of one time share one question."""
+        with self._lock:
+            if self._status is not None and self._clock() < self._status[1]:
+                return self._status[0]
+            if self._asking is None:
+                self._asking = Question(lambda: self._asked_status(client), self._aside_s)
+            asking = self._asking
+        try:
+            status = asking.answer()
+        except RequestTimeoutError:
+            status = NO_PLUGIN, self._clock() + _ASK_AGAIN_S
+        with self._lock:
+            if self._asking is asking:
+                self._status, self._asking = status, None
+        return status[0]
 
     def _asked_status(self, client: OpenAI) -> tuple[str, float]:
         """Why no plan is sent ("" if one is), and until when that is taken for true."""
@@ -148,6 +184,10 @@ class Server:
         if PLAN_VERSION in versions:
             return "", float("inf")
         return f"the server reads plan versions {versions}, not {PLAN_VERSION}", float("inf")
+
+
+def _names(client: OpenAI) -> list[str]:
+    return [model.id for model in client.models.list().data or ()]
 
 
 def _openai() -> Any:

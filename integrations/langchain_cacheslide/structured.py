@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from langchain_core.messages import AIMessage
-from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
-from langchain_core.output_parsers.openai_tools import (
-    JsonOutputKeyToolsParser,
-    PydanticToolsParser,
-)
 from langchain_core.runnables import Runnable, RunnableBranch, RunnableLambda, RunnablePassthrough
+from langchain_core.utils.function_calling import convert_to_json_schema
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
 from cacheslide_agents.errors import RequestError
 from langchain_cacheslide.binding import Schema, ToolLike, json_schema, openai_tool
+from langchain_cacheslide.parsers import (
+    InstanceCallParser,
+    InstanceParser,
+    JsonCallParser,
+    JsonParser,
+)
 
 Method = Literal["json_schema", "function_calling", "json_mode"]
 _NAME = "answer"
@@ -43,7 +45,7 @@ def binding(method: str, schema: Schema | None, strict: bool | None) -> dict[str
     """The keyword arguments of the call, `ls_structured_output_format` for LangChain's traces."""
     kwargs = {"method": method} if strict is None else {"method": method, "strict": strict}
     bound: dict[str, Any] = {}
-    if schema is not None:
+    if schema is not None and _is_traceable(schema):
         bound["ls_structured_output_format"] = {"kwargs": kwargs, "schema": schema}
     if method != "function_calling":
         return {**bound, "response_format": _response_format(method, schema, strict)}
@@ -60,12 +62,10 @@ def parser(method: str, schema: Any, *, with_tools: bool) -> Runnable[Any, Any]:
     pydantic = isinstance(schema, type) and is_basemodel_subclass(schema)
     if method == "function_calling":
         if pydantic:
-            return PydanticToolsParser(tools=[schema], first_tool_only=True)
+            return InstanceCallParser(tools=[schema], first_tool_only=True)
         name = openai_tool(schema)["function"]["name"]
-        return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
-    reader: JsonOutputParser | PydanticOutputParser[Any] = JsonOutputParser()
-    if pydantic:
-        reader = PydanticOutputParser(pydantic_object=schema)
+        return JsonCallParser(key_name=name, first_tool_only=True)
+    reader = InstanceParser(pydantic_object=schema) if pydantic else JsonParser()
     if not with_tools:
         return reader
     return RunnableBranch((_calls_tools, RunnablePassthrough()), reader)
@@ -74,13 +74,30 @@ def parser(method: str, schema: Any, *, with_tools: bool) -> Runnable[Any, Any]:
 def with_raw(model: Runnable[Any, Any], parser: Runnable[Any, Any]) -> Runnable[Any, Any]:
     """`{"raw", "parsed", "parsing_error"}`; nothing is raised for an answer that cannot be read."""
 
-    def failed(kept: dict[str, Any]) -> dict[str, Any]:
-        return {"raw": kept["raw"], "parsed": None, "parsing_error": kept["parsing_error"]}
+    def read(kept: dict[str, Any]) -> dict[str, Any]:
+        try:
+            parsed, error = parser.invoke(kept["raw"]), None
+        except Exception as raised:
+            parsed, error = None, raised
+        return {**kept, "parsed": parsed, "parsing_error": error}
 
-    take_raw = RunnableLambda(lambda kept: kept["raw"])
-    parsed = RunnablePassthrough.assign(parsed=take_raw | parser, parsing_error=lambda _: None)
-    safe = parsed.with_fallbacks([RunnableLambda(failed)], exception_key="parsing_error")
-    return {"raw": model} | safe
+    async def aread(kept: dict[str, Any]) -> dict[str, Any]:
+        try:
+            parsed, error = await parser.ainvoke(kept["raw"]), None
+        except Exception as raised:
+            parsed, error = None, raised
+        return {**kept, "parsed": parsed, "parsing_error": error}
+
+    return {"raw": model} | RunnableLambda(read, afunc=aread)
+
+
+def _is_traceable(schema: Any) -> bool:
+    """LangChain converts the schema again for its traces, and survives `ValueError` only."""
+    try:
+        convert_to_json_schema(schema)
+    except Exception:  # the conversion runs the caller's own classes
+        return False
+    return True
 
 
 def _response_format(method: str, schema: Schema | None, strict: bool | None) -> dict[str, Any]:

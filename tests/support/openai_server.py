@@ -35,7 +35,8 @@ class Failure:
 class OpenAIServer:
     """`failures` are used up one a request. `hold_after` pieces (0: before the headers) the server
     waits until the client goes away or `released` is set; `die_after` pieces it cuts the line, or
-    ends the stream politely with `die_politely`.
+    ends the stream politely with `die_politely`. Of the paths in `drips` a body comes space by
+    space and never ends; `answer` takes the place of a whole answer.
     """
 
     models: list[str] = field(default_factory=lambda: ["tiny"])
@@ -49,6 +50,8 @@ class OpenAIServer:
     hold_after: int | None = None
     die_after: int | None = None
     die_politely: bool = False
+    drips: tuple[str, ...] = ()
+    answer: Json | None = None
     events: list[str] | None = None
     status: Json | None = None
     status_code: int = 200
@@ -102,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.told.requests.append((self.path, {}, dict(self.headers)))
-        if self._is_stranger():
+        if self._is_stranger() or self._drips():
             return
         found: dict[str, Json | None] = {
             "/v1/models": {"object": "list", "data": [_model(name) for name in self.told.models]},
@@ -119,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.told.requests.append((self.path, body, dict(self.headers)))
-        if self._is_stranger():
+        if self._is_stranger() or self._drips():
             return
         if self.told.failures:
             self._fail(self.told.failures.pop(0))
@@ -141,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = _named(body, "chat.completion") | {"choices": choices, "usage": self.told.usage}
         if self.told.receipt_in_answer:
             answer["kv_transfer_params"] = {"cacheslide": {"receipt": self.told.receipt}}
-        self._send(200, answer)
+        self._send(200, answer if self.told.answer is None else self.told.answer)
 
     def _stream(self, body: Json) -> None:
         self.send_response(200)
@@ -204,6 +207,18 @@ class _Handler(BaseHTTPRequestHandler):
         if key is None or self.headers.get("Authorization") == f"Bearer {key}":
             return False
         self._fail(Failure(401, f"Incorrect API key: {self.headers.get('Authorization')}"))
+        return True
+
+    def _drips(self) -> bool:
+        if self.path not in self.told.drips:
+            return False
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(1 << 30))
+        self.end_headers()
+        self.cut = True
+        while not self.told.released.wait(POLL_S):
+            self.wfile.write(b" ")
         return True
 
     def _fail(self, failure: Failure) -> None:
