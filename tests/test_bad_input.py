@@ -101,7 +101,7 @@ def test_warming_checks_the_spans_of_chunks_kept_alone(tiny: TorchBackend) -> No
 
 
 def test_a_store_budget_that_is_no_number_of_bytes_is_refused(folder: Path) -> None:
-    with pytest.raises(RequestError, match="budget_bytes=nan"):
+    with pytest.raises(RequestError, match="store_bytes=nan must be a whole number"):
         TorchBackend(str(folder), device="cpu", store_bytes=float("nan"))  # type: ignore[arg-type]
 
 

@@ -411,7 +411,7 @@ def test_a_read_only_folder_can_be_read_and_says_why_it_cannot_be_written(
 
 
 def test_nothing_can_be_read_where_there_is_no_store(tmp_path: Path, world: Any) -> None:
-    with pytest.raises(StoreError, match="no page store can be read"):
+    with pytest.raises(StoreError, match="there is no folder"):
         open_store(tmp_path, world, read_only=True)
     assert list(tmp_path.iterdir()) == []
 

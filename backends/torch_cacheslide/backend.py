@@ -6,8 +6,9 @@ queue; one worker thread answers them in order.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -17,12 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from cacheslide_agents.backend import (
-    GenerationChunk,
-    GenerationRequest,
-    Receipt,
-    Scores,
-)
+from cacheslide_agents.backend import GenerationChunk, GenerationRequest, Receipt, Scores
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.base import PageStore
@@ -39,9 +35,11 @@ from torch_cacheslide.canonical import cope_model
 from torch_cacheslide.engine import Engine, Job
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
+from torch_cacheslide.grammar import Constraint
 from torch_cacheslide.idle import IdleWork
 from torch_cacheslide.load import Decoupling, Loading
 from torch_cacheslide.models import load_model
+from torch_cacheslide.options import checked
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.remember import Refresh
 from torch_cacheslide.runtime import Runtime
@@ -74,6 +72,7 @@ class TorchBackend:
     `kernels=False` keeps attention on CUDA to torch's own kernels, without those of `position`.
     """
 
+    @checked
     def __init__(
         self,
         model: str = "smollm2-135m",
@@ -144,13 +143,21 @@ class TorchBackend:
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
         self._checks.prompt(request.prompt_ids)
-        self._writer.check(request)
-        return self._engine.stream(lambda job: self._answer(request, job))
+        return self._engine.stream(partial(self._answer, request, self._writer.start(request)))
 
     def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """The same for asyncio; cancelling the task cancels the request."""
         self._checks.prompt(request.prompt_ids)
-        return self._engine.astream(lambda job: self._answer(request, job))
+        if request.grammar is None:
+            return self._engine.astream(partial(self._answer, request, None))
+        return self._aconstrained(request)
+
+    async def _aconstrained(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        """A grammar takes up to seconds to compile: neither the event loop nor the worker waits."""
+        start = await asyncio.to_thread(self._writer.start, request)
+        async with aclosing(self._engine.astream(partial(self._answer, request, start))) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores:
         """Log-probabilities of every vocabulary entry before each continuation token."""
@@ -201,10 +208,10 @@ class TorchBackend:
         self._idle.close()
         self._storage.close()
 
-    def _answer(self, request: GenerationRequest, job: Job) -> None:
+    def _answer(self, request: GenerationRequest, start: Constraint | None, job: Job) -> None:
         queued = perf_counter()
         limit = min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
-        decoding = self._writer.decoding(request, limit)
+        decoding = self._writer.decoding(request, start, limit)
         with self._prefilled(request, limit * decoding.width) as prompted:
             growth = prompted.growth(self._runtime, decoding.width)
             receipt: Receipt | None = None

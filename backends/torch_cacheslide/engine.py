@@ -11,7 +11,7 @@ import asyncio
 import atexit
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from queue import PriorityQueue, SimpleQueue
@@ -98,7 +98,7 @@ class Engine:
         finally:
             job.cancelled.set()
 
-    async def astream(self, work: Callable[[Job], None]) -> AsyncIterator[Any]:
+    async def astream(self, work: Callable[[Job], None]) -> AsyncGenerator[Any, None]:
         """The same for asyncio; cancelling the task cancels the job."""
         loop = asyncio.get_running_loop()
         items: asyncio.Queue[Any] = asyncio.Queue()

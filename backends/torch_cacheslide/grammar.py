@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.sampling import Grammar, GrammarKind
 from torch_cacheslide.detokenize import special_ids
-from torch_cacheslide.schema import prepared
+from torch_cacheslide.schema import MOST_SPACES, prepared, rules_of
 from torch_cacheslide.utf8 import Utf8Guard, well_formed
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ CACHE_BYTES = 64 << 20
 MOST_CHARACTERS = 1 << 18
 MOST_NESTING = 128
 """Brackets inside brackets of a schema: compiling takes time in proportion to its square."""
-MOST_SPACES = 1
-"""White space in a row between JSON tokens; without a bound, small models never stop writing it."""
+SPACES = "max_whitespace_cnt"
 _PREFIX = re.compile(r"^(?:\[[\d:]+\] )?\S+\.(?:cc|h):\d+: |Check failed: .*? is false: ")
 
 
@@ -68,11 +67,11 @@ class Grammars:
         return constraint
 
     def _start(self, grammar: Grammar) -> Constraint:
-        source = self._ready(grammar)
-        try:
-            engine = self._engine()
-            from xgrammar import GrammarMatcher
+        engine = self._engine()
+        from xgrammar import GrammarMatcher
 
+        try:
+            source = self._ready(grammar)
             matcher = GrammarMatcher(_compile(engine.compiler, grammar.kind, source))
         except (RuntimeError, TypeError, ValueError) as error:
             reason = _PREFIX.sub("", " ".join(str(error).split()))
@@ -169,11 +168,9 @@ def _compile(compiler: GrammarCompiler, kind: GrammarKind, source: str) -> Compi
             return compiler.compile_json_schema(
                 '{"type": "object"}', strict_mode=False, max_whitespace_cnt=MOST_SPACES
             )
-        case "json_schema":
-            return compiler.compile_json_schema(source, max_whitespace_cnt=MOST_SPACES)
         case "regex":
             return compiler.compile_regex(source)
-        case "ebnf":
+        case "json_schema" | "ebnf":
             return compiler.compile_grammar(source)
         case "structural_tag":
             return compiler.compile_structural_tag(source)
@@ -195,7 +192,7 @@ def _checked(grammar: Grammar) -> str:
         raise RequestError(f"the {grammar.kind} grammar cannot be read: {error}") from error
     _check_nesting(parsed, grammar)
     if grammar.kind == "json_schema":
-        return json.dumps(_schema(parsed))
+        return rules_of(_schema(parsed))
     return json.dumps(_tags(parsed))
 
 
@@ -207,14 +204,19 @@ def _schema(schema: Any) -> Any:
 
 
 def _tags(value: Any) -> Any:
-    """A structural tag, the JSON schemas in it made ready and their white space bounded."""
+    """A structural tag, the JSON schemas in it made ready and their white space bounded.
+
+    Other keys than ours, such as another style than JSON, are the engine's own business.
+    """
     if isinstance(value, list):
         return [_tags(each) for each in value]
     if not isinstance(value, dict):
         return value
     if value.get("type") == "json_schema" and "json_schema" in value:
-        bounded = {"max_whitespace_cnt": MOST_SPACES, **value}
-        return bounded | {"json_schema": _schema(value["json_schema"])}
+        ready, spaces = _schema(value["json_schema"]), value.get(SPACES, MOST_SPACES)
+        if value.keys() <= {"type", "json_schema", SPACES}:
+            return {"type": "grammar", "grammar": rules_of(ready, spaces)}
+        return {**value, SPACES: spaces, "json_schema": ready}
     return {key: _tags(each) for key, each in value.items()}
 
 

@@ -62,8 +62,8 @@ def locate(name: str | Path) -> Path:
         return converted(_packaged(str(name)), models)
     if str(name) in aliases():
         return _adapted(ADAPTERS / str(name), models)
-    if path.name == str(name) and (models / path).is_dir():
-        return models / path
+    if path.name == str(name) and (models / path.name).is_dir():
+        return models / path.name
     if _HUB_ID.fullmatch(str(name)):
         return _downloaded(str(name))
     raise ModelNotFoundError(

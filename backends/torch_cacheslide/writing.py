@@ -1,7 +1,8 @@
 """How the answers of a request are made: from its sampling and grammar to what decodes it.
 
-In: a request. Out: its `Decoding`, made before the prefill, so that a grammar that cannot be used
-costs nothing but its error.
+In: a request. Out: where it starts in its grammar, made before it queues, so that nobody else waits
+for the grammar's compilation and one that cannot be used costs nothing but its error; and its
+`Decoding`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cacheslide_agents.backend import GenerationRequest
 from torch_cacheslide.answers import Answer, Answers, Step
 from torch_cacheslide.beams import Beam, BeamSearch
 from torch_cacheslide.decode import Growth
-from torch_cacheslide.grammar import Grammars
+from torch_cacheslide.grammar import Constraint, Grammars
 from torch_cacheslide.processors import Processor, RepetitionPenalty
 from torch_cacheslide.sampling import Sampler
 from torch_cacheslide.text import TextStream
@@ -48,23 +49,29 @@ class Writer:
         self._tokenizer, self._ends = tokenizer, ends
         self._grammars = Grammars(tokenizer, vocabulary, ends)
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raises what `decoding` would, and keeps the compiled grammar."""
-        if request.grammar is not None:
-            self._grammars.constraint(request.grammar)
+    def start(self, request: GenerationRequest) -> Constraint | None:
+        """Where its answers start in its grammar, compiled if need be; for use by any thread.
 
-    def decoding(self, request: GenerationRequest, limit: int) -> Decoding:
-        """Answers of at most `limit` tokens."""
+        Raises as `Grammars.constraint`.
+        """
+        return None if request.grammar is None else self._grammars.constraint(request.grammar)
+
+    def decoding(
+        self, request: GenerationRequest, start: Constraint | None, limit: int
+    ) -> Decoding:
+        """Answers of at most `limit` tokens, each from `start` on."""
         sampling = request.sampling
         if sampling.num_beams == 1:
-            return Answers([self._answer(request, n, limit) for n in range(sampling.n)])
+            return Answers([self._answer(request, start, n, limit) for n in range(sampling.n)])
         tip, stream = len(request.prompt_ids) - 1, self._stream(request)
-        first = Beam(tip, stream, self._processors(request))
+        first = Beam(tip, stream, _processors(request, start))
         ends = 0 if sampling.ignore_eos else len(self._ends)
         ends += len(sampling.stop_token_ids)
         return BeamSearch(first, sampling, ends=ends, max_tokens=limit)
 
-    def _answer(self, request: GenerationRequest, index: int, limit: int) -> Answer:
+    def _answer(
+        self, request: GenerationRequest, start: Constraint | None, index: int, limit: int
+    ) -> Answer:
         """Answer `index` draws what a request of its own with `seed + index` would draw."""
         sampling = request.sampling
         if sampling.seed is not None:
@@ -73,7 +80,7 @@ class Writer:
             index,
             Sampler(sampling),
             self._stream(request),
-            processors=self._processors(request),
+            processors=_processors(request, start),
             logprobs=sampling.logprobs,
             max_tokens=limit,
             tip=len(request.prompt_ids) - 1,
@@ -86,11 +93,12 @@ class Writer:
         ends = () if endless else self._ends
         return TextStream(self._tokenizer, sampling.stop, sampling.stop_token_ids, ends)
 
-    def _processors(self, request: GenerationRequest) -> list[Processor]:
-        processors: list[Processor] = []
-        penalty = request.sampling.repetition_penalty
-        if penalty != 1.0:
-            processors.append(RepetitionPenalty(penalty, request.prompt_ids))
-        if request.grammar is not None:
-            processors.append(self._grammars.constraint(request.grammar))
-        return processors
+
+def _processors(request: GenerationRequest, start: Constraint | None) -> list[Processor]:
+    processors: list[Processor] = []
+    penalty = request.sampling.repetition_penalty
+    if penalty != 1.0:
+        processors.append(RepetitionPenalty(penalty, request.prompt_ids))
+    if start is not None:
+        processors.append(start.fork())
+    return processors

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike, fspath
+from os import PathLike
 from time import perf_counter
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from cacheslide_agents.backend import (
 )
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import BackendError
-from cacheslide_agents.paths import short_name
+from cacheslide_agents.paths import expanded, short_name
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.canonical import ProfilePaths, profile_paths
@@ -74,14 +74,14 @@ class VllmBackend:
     ) -> None:
         extra = {
             "store_bytes": store_bytes,
-            "store_path": None if store_path is None else fspath(store_path),
+            "store_path": None if store_path is None else str(expanded(store_path, "store_path")),
             "disk_bytes": disk_bytes,
             "eviction": eviction,
             "ttl_s": ttl_s,
             "namespace_quota_bytes": namespace_quota_bytes,
             "prefetch": prefetch,
             "attention": attention,
-            "profiles": [fspath(each) for each in profile_paths(profiles)],
+            "profiles": [str(expanded(each, "profiles")) for each in profile_paths(profiles)],
         }
         args = engine_args(model, extra, {"dtype": dtype, **options})
         self._policy: Policy = policy if policy is not None else CacheSlide()

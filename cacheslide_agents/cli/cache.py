@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from cacheslide_agents.pages.disk import Disk
     from cacheslide_agents.pages.slide import SlideStore
 
-Store = Annotated[Path, typer.Option("--store", help="The store's folder.")]
+Store = Annotated[
+    Path, typer.Option("--store", parser=options.place("--store"), help="The store's folder.")
+]
 Rank = Annotated[int, typer.Option(min=0, help="Tensor-parallel rank whose part is meant.")]
 Namespace = Annotated[str | None, typer.Option(help="Only this tenant's contexts.")]
 Task = Annotated[str | None, typer.Option(help="Only contexts of this kind of prompt.")]

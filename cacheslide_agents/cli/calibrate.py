@@ -36,7 +36,9 @@ def calibrate(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Instead of TRACE: a workload.")] = None,
     data: Annotated[Path | None, typer.Option(help="Data folder of the workload.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the profiles.")] = Path("profiles"),
+    out: Annotated[
+        Path, typer.Option(parser=options.place("--out"), help="Folder for the profiles.")
+    ] = Path("profiles"),
     model: options.Model = options.COPE_MODEL,
     prompts: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts at most.")] = 32,
     skip: Annotated[

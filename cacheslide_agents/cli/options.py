@@ -14,7 +14,18 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from cacheslide_agents.paths import expanded
 from cacheslide_agents.sampling import Sampling
+
+
+def place(option: str) -> Callable[[str], Path]:
+    """What reads the paths of `option`. `Path` itself takes an empty one for the current folder."""
+
+    def path(text: str) -> Path:
+        return expanded(text, option)
+
+    return path
+
 
 DEFAULT_MODEL = "smollm2-135m"
 COPE_MODEL = "smollm2-135m-cope"
@@ -27,7 +38,10 @@ Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, ...; likewis
 Threads = Annotated[int | None, typer.Option(min=1, help="Compute threads; likewise.")]
 Profiles = Annotated[
     list[Path] | None,
-    typer.Option(help="CCPE profiles of a CoPE model: a file, or a folder; may repeat."),
+    typer.Option(
+        parser=place("--profiles"),
+        help="CCPE profiles of a CoPE model: a file, or a folder; may repeat.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -55,7 +69,10 @@ Values = Annotated[
     str | None, typer.Option(help="JSON file with the template's values; - reads stdin.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")]
-Out = Annotated[Path | None, typer.Option(help="Where to write the JSON, after every row.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(parser=place("--out"), help="Where to write the JSON, after every row."),
+]
 
 
 def sampled(command: Callable[..., None]) -> Callable[..., None]:

@@ -38,7 +38,11 @@ def serve(
         float, typer.Option(min=0.0, help="Memory of every worker's page store.")
     ] = 4.0,
     store_path: Annotated[
-        Path | None, typer.Option(help="Folder for contexts that outlive the server.")
+        Path | None,
+        typer.Option(
+            parser=options.place("--store-path"),
+            help="Folder for contexts that outlive the server.",
+        ),
     ] = None,
     disk_gib: Annotated[float, typer.Option(min=0.0, help="Of every worker in there.")] = 64.0,
     eviction: Annotated[

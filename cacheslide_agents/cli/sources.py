@@ -71,7 +71,7 @@ def _place(source: str) -> tuple[Path, int | None]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: the prompt cannot be read: {reason}") from error

@@ -32,7 +32,7 @@ def _is_file(path: Path) -> bool:
 def read_values(source: str) -> dict[str, Any]:
     """The JSON object in file `source`, or on stdin for `-`; `DataError` if there is none."""
     try:
-        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
         values = json.loads(text)
     except OSError as error:
         raise DataError(f"{source}: values cannot be read: {error.strerror}") from error

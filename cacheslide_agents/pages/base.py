@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import time
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,7 @@ class ReusedRun:
     corrected: npt.NDArray[np.bool_]
 
 
+@runtime_checkable
 class PageStore(Protocol):
     """Stored contexts under a byte budget. Implementations may be called from several threads."""
 

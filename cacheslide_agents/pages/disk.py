@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from os import PathLike
 from pathlib import Path
 
 from cacheslide_agents.errors import PageError, StoreError
@@ -21,6 +22,7 @@ from cacheslide_agents.pages.extents import Extents, Page, extent_bytes
 from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.index import ContextRow, ExtentRow, Index
 from cacheslide_agents.pages.lock import FolderLock
+from cacheslide_agents.paths import expanded
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +34,10 @@ def rank_folder(path: Path, rank: int) -> Path:
 class Disk:
     """One store folder on SSD; not thread-safe but for `write` and `read`."""
 
-    def __init__(self, path: Path, *, rank: int = 0, read_only: bool = False) -> None:
-        self.folder = rank_folder(path, rank)
+    def __init__(
+        self, path: str | PathLike[str], *, rank: int = 0, read_only: bool = False
+    ) -> None:
+        self.folder = rank_folder(expanded(path, "path"), rank)
         self.read_only = read_only
         self._extents = Extents(self.folder / "extents")
         self._lock = None if read_only else self._prepare()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from threading import Condition, RLock
 from time import monotonic
 from typing import Self
@@ -75,7 +74,7 @@ class SlideStore:
         bounds = (budget_bytes, disk_bytes, copies_per_content, copies_per_session, ttl_s)
         limits = Limits(*bounds, namespace_quota_bytes, tenant_quota_bytes)
         pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
-        disk = None if path is None else Disk(Path(path), rank=rank, read_only=read_only)
+        disk = None if path is None else Disk(path, rank=rank, read_only=read_only)
         self._changed = Condition(RLock())
         self._eviction: Eviction = eviction or Slide()
         self._holdings = Holdings(Host(budget_bytes, pinned=pinned), disk, Catalog(limits))
@@ -226,8 +225,8 @@ class SlideStore:
             dirty = [block for block in self._holdings.host.blocks if block.dirt]
             if not (self._room.spill(dirty) and self._spiller.commit()):
                 raise StoreError(
-                    "the page store's files could not be written, see the log; its contexts are "
-                    "still in memory: make room on the disk, or raise disk_bytes"
+                    "the page store's files could not be written, its contexts are only in memory: "
+                    f"{self._spiller.trouble}"
                 )
 
     def gc(self) -> int:

@@ -7,6 +7,7 @@ makes it count and commits the contexts that are now whole on SSD.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class Spill:
     packed: Packed
     pages: list[list[Page]]
     extent: ExtentRow | None = None
+    trouble: str = "disk_bytes leaves no room for it; raise disk_bytes"
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +47,12 @@ class Spill:
 class Spiller:
     def __init__(self, holdings: Holdings, disk: Disk, eviction: Eviction) -> None:
         self._holdings, self._disk, self._eviction = holdings, disk, eviction
-        self.failing = False
-        """Whether the last write failed: a full disk, say."""
+        self.trouble = ""
+        """Why the last write failed, and what to do about it; empty when it did not."""
+
+    @property
+    def failing(self) -> bool:
+        return bool(self.trouble)
 
     def begin(self, blocks: Sequence[Block]) -> Spill:
         """Of `blocks`, all whole in memory, those of the first one's geometry; they are held."""
@@ -69,11 +75,12 @@ class Spiller:
         try:
             spill.extent = self._disk.write(spill.geometry, spill.pages)
         except OSError as error:
+            spill.trouble = _told(error)
             log.warning("%s: blocks stay in memory, writing failed: %s", self._disk.folder, error)
 
     def end(self, spill: Spill) -> bool:
         """Whether the blocks are saved; they are no longer held."""
-        self.failing = spill.extent is None
+        self.trouble = spill.trouble if spill.extent is None else ""
         if spill.extent is not None:
             self._settle(spill, spill.extent)
         self._holdings.unhold(spill.source)
@@ -109,13 +116,22 @@ class Spiller:
             rows = self._disk.commit([row_of(entry) for entry in ready])
         except OSError as error:
             log.warning("%s: not committed, will be tried again: %s", self._disk.folder, error)
-            self.failing = True
+            self.trouble = _told(error)
             self._holdings.counts["write_failures"] += 1
             return False
         for entry, row in zip(ready, rows, strict=True):
             entry.row, entry.replaces = row, set()
             self._holdings.uncommitted.pop(entry, None)
         return True
+
+
+def _told(error: OSError) -> str:
+    """The cause, and its mend."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return f"{error}; leave the folder where it is while the store is open"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{error}; make room on the disk"
+    return f"{error}; see that the folder can be written and the disk has room"
 
 
 def row_of(entry: Entry) -> ContextRow:

@@ -95,8 +95,11 @@ def still_exact(plan: Plan, canonical: CanonicalRows) -> npt.NDArray[np.bool_]:
 
 
 def profile_paths(given: ProfilePaths) -> Sequence[str | PathLike[str]]:
-    """One path is as good as several."""
-    return [given] if isinstance(given, (str, PathLike)) else given
+    """One path is as good as several; `RequestError` for what is neither."""
+    paths = [given] if isinstance(given, (str, PathLike)) else given
+    if not isinstance(paths, Sequence) or not all(isinstance(p, (str, PathLike)) for p in paths):
+        raise RequestError(f"profiles={given!r} must be a file or folder, or a list of them")
+    return paths
 
 
 def _files(paths: ProfilePaths) -> Iterable[Path]:

@@ -30,6 +30,8 @@ from cacheslide_agents.prompt.template import PromptTemplate
 
 T = TypeVar("T")
 _WRAPPERS = ("body", "request")
+MOST_ID = (1 << 31) - 1
+"""Beyond every vocabulary, and small enough for arrays of 64-bit numbers."""
 
 
 class Encoder(Protocol):
@@ -166,8 +168,7 @@ def _tokens(fields: _Fields) -> EncodedPrompt:
     spans = []
     for index, span in enumerate(fields.get("spans", (list,)) or ()):
         try:
-            role = Role(span["role"])
-            spans.append(Span(str(span["id"]), role, span["start"], span["stop"], span["digest"]))
+            spans.append(_span(span))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"{fields.where}: spans[{index}] must have id, role, start, stop and digest: "
@@ -176,10 +177,19 @@ def _tokens(fields: _Fields) -> EncodedPrompt:
     return EncodedPrompt(ids, tuple(spans), "", fields.get("task", (str,)) or "default")
 
 
+def _span(given: Any) -> Span:
+    start, stop, digest = given["start"], given["stop"], given["digest"]
+    if type(start) is not int or type(stop) is not int or not isinstance(digest, str):
+        raise ValueError("start and stop are whole numbers, digest is text")
+    return Span(str(given["id"]), Role(given["role"]), start, stop, digest)
+
+
 def _token_ids(fields: _Fields, name: str) -> tuple[int, ...]:
     ids = fields.get(name, (list,)) or []
-    if not all(type(each) is int and each >= 0 for each in ids):
-        raise DataError(f"{fields.where}: {name!r} must hold token ids only")
+    if not all(type(each) is int and 0 <= each <= MOST_ID for each in ids):
+        raise DataError(
+            f"{fields.where}: {name!r} must hold token ids only, whole numbers from 0 to {MOST_ID}"
+        )
     return tuple(ids)
 
 
@@ -192,11 +202,23 @@ def _session(fields: _Fields) -> str | None:
 def _output(fields: _Fields) -> str | tuple[int, ...]:
     if "output_ids" in fields.values:
         return _token_ids(fields, "output_ids")
-    if text := fields.get("output", (str,)):
-        return text
-    response: Any = fields.get("response", (dict,)) or {}
+    text = fields.get("output", (str,)) or _answered(fields.get("response", (dict,)) or {})
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{fields.where}: the answer is not Unicode ({error}); leave lone surrogates out"
+        ) from error
+    return text
+
+
+def _answered(response: Any) -> str:
+    """The text of the API's answer; what is no text is no answer."""
     response = response.get("body") or response
     try:
-        return response["choices"][0]["message"]["content"] or ""
+        content = response["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         return ""
+    blocks = content if isinstance(content, list) else [content]
+    texts = (block.get("text") if isinstance(block, Mapping) else block for block in blocks)
+    return "".join(text for text in texts if isinstance(text, str))

@@ -96,7 +96,7 @@ class PromptTemplate:
                 path=str(path),
                 line=line,
             ) from None
-        return cls(source, task=task or place.stem, path=str(path), folder=place.parent)
+        return cls(source, task=task or place.stem, path=str(path), folder=place.parent.absolute())
 
     @classmethod
     def from_string(cls, text: str, *, task: str = "default") -> PromptTemplate:

@@ -38,7 +38,8 @@ def load_tokenizer(path: str | Path, **options: Any) -> Any:
     from transformers import AutoTokenizer  # slow to import, and only needed here
 
     folder = expanded(path, "model")
-    if not folder.is_dir() and (folder.exists() or isinstance(path, Path) or folder.is_absolute()):
+    is_place = isinstance(path, Path) or path.startswith(("/", "~"))
+    if not folder.is_dir() and (folder.exists() or is_place):
         raise TokenizerError(f"no tokenizer folder at {path}; give a folder or a hub id")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if folder.is_dir() else path, **options)

@@ -16,7 +16,7 @@ from cacheslide_agents.backend import Receipt
 from cacheslide_agents.bench.replay.model import ReplayModel
 from cacheslide_agents.bench.replay.store import TokenStore
 from cacheslide_agents.chunks import EncodedPrompt, Role
-from cacheslide_agents.errors import ReuseError
+from cacheslide_agents.errors import DataError, RequestError, ReuseError
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies.base import Plan, Policy, Population
 from cacheslide_agents.policies.planner import dense_plan, make_plan
@@ -89,6 +89,8 @@ class Replay:
         cost = self._model.cost
         try:
             return make_plan(ids, prompt.spans, key, request.session, self.policy, self.store, cost)
+        except RequestError as error:  # spans that do not partition the tokens
+            raise DataError(f"{request.where}: {error}") from error
         except ReuseError as error:
             return dense_plan(ids, prompt.spans, self.policy, outcome="fallback", reason=str(error))
 

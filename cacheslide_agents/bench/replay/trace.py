@@ -17,7 +17,7 @@ from cacheslide_agents.prompt.logged import LoggedRequest, read_request
 def read_trace(path: str | Path) -> Iterator[LoggedRequest]:
     """One request a line, read as it is asked for; `DataError` names the line that is wrong."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             empty = True
             for number, line in enumerate(file, start=1):
                 if line.strip():
