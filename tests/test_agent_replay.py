@@ -25,7 +25,7 @@ def model(support: Callable[[str], ModuleType]) -> ChatCacheSlide:
 
 
 def test_model_is_asked_but_the_recording_answers(model: Any) -> None:
-    replayed = Replayed(model, ["first", None])
+    replayed = Replayed(model, (answer for answer in ("first", None)))
     answers = [replayed.invoke("Hi."), replayed.invoke("Hi.")]
     assert [answer.text for answer in answers] == ["first", "own"]
     assert len(model.backend.requests) == 2

@@ -229,7 +229,10 @@ def test_training_that_starts_from_an_adapter_begins_with_its_very_model(
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"adapter_rank": 3}, "another rank"), ({"npos": 9}, "has 8 positions, not 9")],
+    [
+        ({"adapter_rank": 3}, "has rank 2, the recipe 3; train with adapter_rank=2"),
+        ({"npos": 9}, "has 8 positions, the recipe 9; train with npos=8"),
+    ],
 )
 def test_a_start_of_another_shape_is_refused(
     trained: Path, teacher: Any, change: dict[str, Any], message: str
@@ -246,6 +249,17 @@ def test_a_start_from_another_base_is_refused(
     other = load_model(tiny.write_model(tmp_path / "other", seed=5, initializer_range=0.4)).model
     with pytest.raises(ModelLoadError, match="another model"):
         Student(other, Recipe(npos=8, adapter_rank=rank), Adapter.read(trained / "adapter"))
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_a_start_with_a_damaged_tensor_is_refused(
+    trained: Path, teacher: Any, rank: int | None
+) -> None:
+    tensors = load_file(trained / "adapter" / "cope.safetensors")
+    tensors[next(name for name in tensors if "lora_B" in name)][0, 0] = float("nan")
+    save_file(tensors, trained / "adapter" / "cope.safetensors")
+    with pytest.raises(ModelLoadError, match="is not finite"):
+        Student(teacher, Recipe(npos=8, adapter_rank=rank), Adapter.read(trained / "adapter"))
 
 
 def test_distilling_an_adapter_brings_it_nearer_and_its_card_tells_both_parts(

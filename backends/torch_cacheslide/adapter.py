@@ -8,7 +8,8 @@ trained). Out: the converted model, in memory or as a folder that loads like any
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -32,6 +33,8 @@ WEIGHTS, CARD = "cope.safetensors", "cope.json"
 FORMAT = 1
 EMBEDDING = "cope_embedding"
 MOST_POSITIONS = 65536
+HISTORY = ("recipe", "tokens", "seconds", "threads", "before")
+"""What a card says of a training."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -42,7 +45,7 @@ def is_adapter(folder: Path) -> bool:
 @dataclass(frozen=True)
 class Adapter:
     """`base` is the name of the model it was trained from; `bound`, that model's own tensors in
-    the precision `dtype`."""
+    the precision `dtype`; `history`, what its card says of its training."""
 
     folder: Path
     base: str
@@ -50,6 +53,7 @@ class Adapter:
     npos: int
     bound: Mapping[str, BaseTensor]
     tensors: Mapping[str, Tensor]
+    history: Mapping[str, Any]
 
     @classmethod
     def read(cls, folder: Path) -> Adapter:
@@ -66,6 +70,7 @@ class Adapter:
             if type(npos) is not int or not 2 <= npos <= MOST_POSITIONS:
                 raise ValueError(f"npos {npos!r} is no whole number from 2 to {MOST_POSITIONS}")
             dtype = DTYPES[card["dtype"]]
+            history = {name: card.get(name) for name in HISTORY}
         except (OSError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise ModelLoadError(
                 f"{folder / CARD} is not the card of a conversion: {error}"
@@ -74,7 +79,7 @@ class Adapter:
             tensors = load_file(folder / WEIGHTS)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{folder / WEIGHTS} cannot be read: {error}") from error
-        return cls(folder, base, dtype, npos, bound, tensors)
+        return cls(folder, base, dtype, npos, bound, tensors, history)
 
     def applied(self, base: Any, *, other_precision: bool = False) -> Any:
         """The CoPE model of `base`, which itself stays as it is.
@@ -83,7 +88,7 @@ class Adapter:
         in another precision.
         """
         self.check(base, other_precision=other_precision)
-        try:
+        with self._whole():
             pairs, embeddings = self._parts()
             model = cope_from_llama(base, self.npos)
             parameters = dict(model.named_parameters())
@@ -93,12 +98,39 @@ class Adapter:
                     _add(parameters[f"{module}.weight"], _product(module, *factors), module)
                 for name, value in embeddings.items():
                     _add(parameters[name], value, name)
+        return model.eval().requires_grad_(False)
+
+    def copy_into(self, parameters: Mapping[str, Tensor]) -> None:
+        """Overwrites tensors of the same names with the factors and embeddings of this adapter.
+
+        Raises `ModelLoadError` unless names and shapes are the same.
+        """
+        with self._whole(), torch.no_grad():
+            _check_names(self.tensors, parameters)
+            for name, value in self.tensors.items():
+                if value.shape != parameters[name].shape:
+                    raise ValueError(f"{name} is {list(value.shape)}")
+                parameters[name].copy_(value)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        try:
+            yield
         except (KeyError, RuntimeError, ValueError) as error:
             raise ModelLoadError(
                 f"{self.folder / WEIGHTS} does not fit its card or its base model ({error}); copy "
                 "the adapter's two files again, from one training"
             ) from error
-        return model.eval().requires_grad_(False)
+
+    @property
+    def rank(self) -> int:
+        """Of its low-rank factors. Raises `ModelLoadError` where they are not what they should be,
+        or differ in rank."""
+        with self._whole():
+            ranks = {len(down) for down, _ in self._parts()[0].values()}
+            if len(ranks) != 1:
+                raise ValueError(f"its factors have {len(ranks)} ranks")
+        return ranks.pop()
 
     def check(self, base: Any, *, other_precision: bool = False) -> None:
         """Raises `ModelLoadError` if `base` is not the model that this was trained from."""

@@ -72,7 +72,7 @@ def replay(
         raise RequestError("give either --prices or --calibrate")
     chosen = {name: named(name) for name in policies.split(",")}
     if trace is not None:
-        _check(trace)
+        _check(trace, limit)
     found = ReplayModel.read(model_folder(model), dtype)
     requests = _requests(found, trace, task, data, limit, seed, max_prompt_tokens)
     basis: Basis | None = None
@@ -87,12 +87,12 @@ def replay(
     report.emit() if as_json else report.show()
 
 
-def _check(trace: Path) -> None:
-    """Read a file through, so that what is wrong in it is said before a model is looked for."""
+def _check(trace: Path, limit: int | None) -> None:
+    """Read the lines of a file: what is wrong in it is said before a model is looked for."""
     from cacheslide_agents.bench.replay import read_trace
 
     if trace.is_file() or not trace.exists():  # what comes through a pipe can be read once only
-        for _ in read_trace(trace):
+        for _ in islice(read_trace(trace), limit):
             pass
 
 

@@ -15,7 +15,6 @@ import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.errors import BackendError, RequestError, install_hint
-from cacheslide_agents.paths import expanded
 
 FOREIGN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 """How typer is told to leave the engine's flags alone."""
@@ -80,22 +79,17 @@ def serve(
     settings = {
         "policy": policy,
         "store_bytes": _bytes("store-gib", store_gib),
-        "store_path": None if store_path is None else _absolute("store-path", store_path),
+        "store_path": None if store_path is None else str(store_path),
         "disk_bytes": _bytes("disk-gib", disk_gib),
         "eviction": eviction,
         "ttl_s": ttl_s,
         "namespace_quota_bytes": _bytes_or_none("namespace-gib", namespace_gib),
         "tenant_quota_bytes": _bytes_or_none("tenant-gib", tenant_gib),
         "attention": attention,
-        "profiles": [_absolute("profiles", each) for each in profiles or ()],
+        "profiles": [str(each) for each in profiles or ()],
         "tenant_header": tenant_header,
     }
     _server()(model, context.args, settings)
-
-
-def _absolute(flag: str, path: Path) -> str:
-    """Whatever folder the server's processes run in."""
-    return str(expanded(path, f"--{flag}").absolute())
 
 
 def _bytes(flag: str, gib: float) -> int:

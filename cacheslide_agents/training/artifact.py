@@ -46,12 +46,6 @@ class Card:
         (folder / CARD).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
-def history(folder: Path) -> dict[str, Any]:
-    """What the card of an adapter says of its training."""
-    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
-    return {name: card.get(name) for name in ("recipe", "tokens", "seconds", "threads", "before")}
-
-
 def save_adapter(student: Student, card: Card, folder: Path) -> None:
     """Adapter in bfloat16. Raises `ModelError` rather than write a weight that is not finite."""
     tensors = {

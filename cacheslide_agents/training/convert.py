@@ -59,7 +59,7 @@ class Conversion:
     ) -> None:
         self._teacher, self._corpus, self._recipe = teacher, corpus, recipe
         self._path, self._every = folder / CHECKPOINT, checkpoint_every
-        self.student = Student(teacher, recipe, start)
+        self.start, self.student = start, Student(teacher, recipe, start)
         started = [] if start is None else [file_digest(start.folder / WEIGHTS)]
         digest = recipe.digest([base_digest, corpus.digest, *started])
         self._progress = Progress("transfer", 0, 0.0, 0, digest)

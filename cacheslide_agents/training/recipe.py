@@ -40,7 +40,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks = {
-            "transfer_tokens": self.transfer_tokens >= (0 if self.distil_tokens else 1),
+            "transfer_tokens": self.transfer_tokens >= 0,
             "distil_tokens": self.distil_tokens >= 0,
             "lengths": bool(self.lengths) and all(length >= 16 for length in self.lengths),
             "sequences": self.sequences >= 1,
@@ -57,6 +57,11 @@ class Recipe:
         for name, holds in checks.items():
             if not holds:
                 raise RequestError(f"Recipe({name}={getattr(self, name)!r}) is out of range")
+
+        if not self.transfer_tokens + self.distil_tokens:
+            raise RequestError(
+                "Recipe(transfer_tokens=0, distil_tokens=0) trains nothing; give one of them tokens"
+            )
 
     def steps(self, phase: str) -> int:
         """Optimizer steps of `transfer` or `distil`."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.training.artifact import Card, history, save_adapter, save_checkpoint
+from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpoint
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.evaluate import HeldOut, evaluate
@@ -88,7 +88,7 @@ def _finish(
         threads=torch.get_num_threads(),
         held_out=held_out,
         bound=bound,
-        before=None if job.start is None else history(job.start),
+        before=None if conversion.start is None else conversion.start.history,
     )
     if student.rank is not None:
         save_adapter(student, card, job.out / ADAPTER)

@@ -7,7 +7,6 @@ its plain weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,8 +25,8 @@ class Student:
 
     def __init__(self, teacher: Any, recipe: Recipe, start: Adapter | None = None) -> None:
         self.rank = recipe.adapter_rank
-        if start is not None and start.npos != recipe.npos:
-            raise RequestError(f"{start.folder} has {start.npos} positions, not {recipe.npos}")
+        if start is not None:
+            _check(start, teacher, recipe)
         if start is not None and self.rank is None:
             self.model: Any = start.applied(teacher)
         else:
@@ -38,8 +37,7 @@ class Student:
             trained = EMBEDDING in name or ("lora_" in name if self.rank else _projects(name))
             parameter.requires_grad_(trained)
         if start is not None and self.rank is not None:
-            start.check(teacher)
-            _copy(start, self.adapter())
+            start.copy_into(self.adapter())
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -73,16 +71,20 @@ def _projects(name: str) -> bool:
     return ".self_attn." in name and any(f".{each}." in name for each in PROJECTIONS)
 
 
-def _copy(start: Adapter, into: Mapping[str, Tensor]) -> None:
-    """The adapter's own factors and embeddings, where training goes on with them."""
-    shapes = {name: tuple(value.shape) for name, value in into.items()}
-    if {name: tuple(value.shape) for name, value in start.tensors.items()} != shapes:
+def _check(start: Adapter, teacher: Any, recipe: Recipe) -> None:
+    """Whether training by `recipe` can go on from `start`."""
+    start.check(teacher)
+    rank, npos = start.rank, start.npos
+    if npos != recipe.npos:
         raise RequestError(
-            f"the adapter {start.folder} has another rank than --adapter-rank; name its own, or "
-            "leave it out to train all weights from there"
+            f"the adapter {start.folder} has {npos} positions, the recipe {recipe.npos}; "
+            f"train with npos={npos}"
         )
-    for name, value in start.tensors.items():
-        into[name].copy_(value)
+    if recipe.adapter_rank not in (None, rank):
+        raise RequestError(
+            f"the adapter {start.folder} has rank {rank}, the recipe {recipe.adapter_rank}; train "
+            f"with adapter_rank={rank}, or without one to go on with all weights"
+        )
 
 
 def _add_adapters(model: nn.Module, rank: int, seed: int) -> None:

@@ -51,7 +51,7 @@ def _receipt(receipt: dict[str, Any]) -> str:
         return "no receipt"
     outcome = receipt["outcome"]
     colour = _COLOURS.get(outcome, "yellow")
-    says_more = receipt["reason"] not in ("", outcome)
-    reason = f" ({escape(receipt['reason'])})" if says_more else ""
+    why = receipt["reason"] or ""
+    reason = "" if why in ("", outcome) else f" ({escape(why)})"
     tokens = f"{receipt['reused_tokens']:>5} of {receipt['prompt_tokens']:>5} tokens reused"
     return f"first token {receipt['ttft_s']:6.2f} s  {tokens}  [{colour}]{outcome}[/]{reason}"

@@ -6,7 +6,9 @@ asked all the same, so that its prompts, its reuse and its times are real althou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from langchain_core.language_models import LanguageModelInput
@@ -26,30 +28,45 @@ class Replayed(Runnable[LanguageModelInput, AIMessage]):
     `DataError` when the recording is at its end. A call that fails uses no answer up.
     """
 
-    def __init__(self, model: Runnable[Any, Any], answers: Sequence[str | None]) -> None:
+    def __init__(self, model: Runnable[Any, Any], answers: Iterable[str | None]) -> None:
         self.model = model
-        self._answers = answers
-        self._given = 0
+        self._answers = deque(answers)
+        self._length = len(self._answers)
 
     def invoke(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AIMessage:
-        return self._replaced(self.model.invoke(input, self._telling(config), **kwargs))
+        with self._next() as recorded:
+            own = self.model.invoke(input, _telling(config, recorded), **kwargs)
+        return _replaced(own, recorded)
 
     async def ainvoke(
         self, input: LanguageModelInput, config: RunnableConfig | None = None, **kwargs: Any
     ) -> AIMessage:
-        return self._replaced(await self.model.ainvoke(input, self._telling(config), **kwargs))
+        with self._next() as recorded:
+            own = await self.model.ainvoke(input, _telling(config, recorded), **kwargs)
+        return _replaced(own, recorded)
 
-    def _telling(self, config: RunnableConfig | None) -> RunnableConfig:
-        if self._given >= len(self._answers):
+    @contextmanager
+    def _next(self) -> Iterator[str | None]:
+        """The answer of one call, which a call that fails gives back."""
+        try:
+            recorded = self._answers.popleft()
+        except IndexError:
             raise DataError(
-                f"the recording ends after {self._given} answers, but the agent goes on; "
+                f"the recording ends after {self._length} answers, but the agent goes on; "
                 "bound its steps by the recording's length"
-            )
-        return merge_configs(config, {"metadata": {RECORDED: self._answers[self._given]}})
+            ) from None
+        try:
+            yield recorded
+        except BaseException:
+            self._answers.appendleft(recorded)
+            raise
 
-    def _replaced(self, own: AIMessage) -> AIMessage:
-        recorded = self._answers[self._given]
-        self._given += 1
-        return own if recorded is None else own.model_copy(update={"content": recorded})
+
+def _telling(config: RunnableConfig | None, recorded: str | None) -> RunnableConfig:
+    return merge_configs(config, {"metadata": {RECORDED: recorded}})
+
+
+def _replaced(own: AIMessage, recorded: str | None) -> AIMessage:
+    return own if recorded is None else own.model_copy(update={"content": recorded})
