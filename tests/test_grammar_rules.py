@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from cacheslide_agents.backend import GenerationRequest, Sampling
 from cacheslide_agents.errors import RequestError
@@ -81,6 +82,22 @@ def test_bounds_cost_no_more_states_however_wide_they_are(grammars: Grammars) ->
         ({"type": "string", "pattern": "^(?!admin).*$"}, "#: pattern"),
         ({"type": "string", "pattern": "^(?=a)b$"}, "#: pattern"),
         ({"type": "string", "pattern": "^(?<!x)b$"}, "#: pattern"),
+        ({"type": "string", "pattern": "(?<=x)b"}, "#: pattern"),
+        ({"type": "string", "pattern": "(?i)b"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\\(?=a)b$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^[\]](?!a)b$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^[^](?!a)b]$"}, "#: pattern"),
+        ({"type": "string", "pattern": '^"$'}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\\\\$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\na$"}, "#: pattern"),
+        ({"type": "string", "pattern": "^\na$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^[\tb]$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\x22$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\u005Ca$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\u{22}$"}, "#: pattern"),
+        ({"type": "string", "pattern": r"^\cJ$"}, "#: pattern"),
+        ({"type": "string", "pattern": "^[^]$"}, "#: pattern"),
+        ({"type": "array", "unevaluatedItems": {"minimum": 3}}, "#/unevaluatedItems: minimum"),
         ({"$ref": "http://x/y"}, "#: $ref"),
         ({"anyOf": [{"$ref": "other.json#/a"}]}, "#/anyOf/0: $ref"),
         ({"maxLength": 3}, "#: maxLength"),
@@ -113,6 +130,70 @@ def test_rules_that_are_kept_are_not_named(accepts: Any, caplog: pytest.LogCaptu
     assert not accepts(schema(type=["string", "null"], maxLength=2), '"abc"')
     assert accepts(schema(type="string", pattern="^(?:a|(?<name>b))$"), '"b"')
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^\(?\d{3}\)?-\d{4}$", ["(555)-1234", "555-1234"], ["55-1234", "((555)-1234", "a"]),
+        (r"^\+?\(?[0-9]+$", ["12", "+(12"], ["+(", "++1", "a"]),
+        (r"^[(?]x$", ["(x", "?x"], ["x", "=x"]),
+        (r"^[\](?=]x$", ["]x", "(x", "=x"], ["x", "ax"]),
+        (r"^\[(?:a|b)\]$", ["[a]", "[b]"], ["a", "[?]"]),
+        (r"^\x41\u0042$", ["AB"], ["A", "x41"]),
+        ('^[^"]$', ["a", "'"], ["", "ab"]),
+        (r'^(?:a|[^"\\\n])+$', ["ab"], [""]),
+        (r"^\d\D$", ["1a"], ["a1", "11"]),
+    ],
+)
+def test_a_pattern_is_kept_although_it_escapes_what_others_group_by(
+    accepts: Any,
+    caplog: pytest.LogCaptureFixture,
+    pattern: str,
+    right: list[str],
+    wrong: list[str],
+) -> None:
+    text = schema(type="string", pattern=pattern)
+    rules = {"additionalProperties": False, "minProperties": 1}
+    named = schema(type="object", patternProperties={pattern: {"type": "integer"}}, **rules)
+    for each in [*right, *wrong]:
+        assert accepts(text, f'"{each}"') == (each in right), each
+        assert accepts(named, f'{{"{each}": 1}}') == (each in right), each
+    for outside in ('"', "\\", "\n"):
+        assert not accepts(text, f'"{outside}"')
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {},
+        {"minItems": 1},
+        {"maxItems": 1},
+        {"minItems": 1, "maxItems": 2},
+        {"type": ["array", "null"], "minItems": 2},
+        {"prefixItems": [], "maxItems": 2},
+        {"prefixItems": [{"type": "integer"}], "minItems": 2},
+        {"prefixItems": [{"type": "integer"}], "maxItems": 2},
+        {"prefixItems": [{"type": "integer"}], "minItems": 1, "maxItems": 1},
+        {"prefixItems": [{"type": "integer"}], "unevaluatedItems": {"type": "string"}},
+        {"unevaluatedItems": False, "maxItems": 2},
+        {"items": False, "maxItems": 2},
+    ],
+    ids=str,
+)
+def test_an_array_is_as_long_as_its_bounds_say_whatever_its_items(
+    accepts: Any, rules: dict[str, Any]
+) -> None:
+    rules = {"type": "array", **rules}
+    validator = Draft202012Validator(rules)
+    for value in ([], [1], [1, "a"], [1, [2], {"b": None}], ["a"]):
+        assert accepts(schema(**rules), json.dumps(value)) == validator.is_valid(value), value
+
+
+def test_a_tuple_without_bounds_ends_with_its_last_item(accepts: Any) -> None:
+    pair = schema(prefixItems=[{"type": "integer"}, {"type": "string"}])
+    assert accepts(pair, '[1, "a"]') and not accepts(pair, '[1, "a", 2]')
 
 
 def test_an_enum_that_would_take_minutes_is_refused_by_its_place(grammars: Grammars) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from errno import EIO, ENOSPC
 from pathlib import Path
 from threading import Event
 from types import ModuleType
@@ -15,6 +16,7 @@ import pytest
 from cacheslide_agents.errors import StoreError
 from cacheslide_agents.pages import PAGE_TOKENS, SlideStore
 from cacheslide_agents.pages.extents import Extents
+from cacheslide_agents.pages.index import Index
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,60 @@ def test_what_never_fits_on_ssd_pushes_nothing_off_it(tmp_path: Path, world: Any
         found = [world.found_again(store, turn) for turn in small]
         for context, turn in zip(found, small, strict=True):
             assert world.same(store, world.Turn(context, turn.layers))
+
+
+def test_an_index_that_cannot_be_written_is_named_rather_than_disk_bytes(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(4)
+    first, second, new = (world.first_turn(rng, 10 * PAGE_TOKENS, name) for name in "abc")
+    with SlideStore(
+        100 * world.BLOCK_BYTES, tmp_path, disk_bytes=25 * world.BLOCK_BYTES, write_ahead=False
+    ) as store:
+        for turn in (first, second):
+            assert store.put(turn.context, turn.layers)
+            store.flush()
+        assert store.put(new.context, new.layers)
+
+        def refused(*_: Any) -> Any:
+            raise OSError(ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Index, "commit", refused)
+            for _ in range(3):
+                with pytest.raises(StoreError, match=r"No space left on device; make room on the"):
+                    store.flush()
+        assert world.same(store, second)  # one had to go before the trouble showed, no others
+        store.flush()
+        assert world.same(store, new)
+    with SlideStore(100 * world.BLOCK_BYTES, tmp_path, read_only=True) as store:
+        for turn in (second, new):
+            assert world.same(store, world.Turn(world.found_again(store, turn), turn.layers))
+
+
+def test_a_budget_that_others_hold_is_named_although_an_earlier_write_failed(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(5)
+    held, new = (world.first_turn(rng, 10 * PAGE_TOKENS, name) for name in "ab")
+    with SlideStore(
+        100 * world.BLOCK_BYTES, tmp_path, disk_bytes=15 * world.BLOCK_BYTES, write_ahead=False
+    ) as store:
+        assert store.put(held.context, held.layers)
+
+        def failing(*_: Any) -> Any:
+            raise OSError(EIO, "bad")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Extents, "write", failing)
+            with pytest.raises(StoreError, match="bad; see that the folder can be written"):
+                store.flush()
+        store.flush()
+        store.pin("a")
+        assert store.put(new.context, new.layers)
+        with pytest.raises(StoreError, match=r"only in memory: disk_bytes .*; raise disk_bytes$"):
+            store.flush()
+        assert world.same(store, held) and world.same(store, new)
 
 
 def test_a_store_opens_although_it_cannot_be_cleaned_up(

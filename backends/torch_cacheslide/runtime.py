@@ -33,6 +33,7 @@ from cacheslide_agents.position.base import Position
 from cacheslide_agents.position.profile import CanonicalRows
 from torch_cacheslide.cache import Arena, WorkingCache
 from torch_cacheslide.load import Loading, sources_of
+from torch_cacheslide.memory import slots
 from torch_cacheslide.prefill import Interrupt, Prefilled, SelectivePrefill, go_on
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.remember import Refresh, remember
@@ -213,7 +214,7 @@ class Runtime:
     ) -> tuple[Prefilled, WorkingCache]:
         """Carry out `plan`. `NonFiniteError` where what is reused is not finite."""
         spare = self._loading.spare(plan)
-        cache = WorkingCache(*self._slots(len(plan.ids) + room, spare), spare)
+        cache = WorkingCache(*slots(self._arena, len(plan.ids) + room, spare), spare)
         gate = plan.policy.gate
         dense = not plan.runs
         inner = self.stack.layers - 1  # after the last layer nothing is promoted
@@ -236,18 +237,6 @@ class Runtime:
                 raise NonFiniteError("keys, values or logits of the reused prompt are not finite")
             raise ModelError("the dense logits are not finite; check the weights and the dtype")
         return prefilled, cache
-
-    def _slots(self, tokens: int, spare: int) -> tuple[Tensor, Tensor]:
-        """Memory for `tokens` and `spare` more; `RequestError` where there is not enough."""
-        try:
-            return self._arena.take(tokens + spare)
-        except (RuntimeError, MemoryError) as error:  # torch has a word for the GPU only
-            if spare:  # dense, it may fit
-                raise
-            raise RequestError(
-                f"keys and values of {tokens} tokens, prompt and answers together, do not fit in "
-                f"memory ({type(error).__name__}); lower max_tokens, n or num_beams"
-            ) from error
 
 
 def _ids(request: GenerationRequest) -> npt.NDArray[np.int64]:

@@ -16,7 +16,13 @@ from cacheslide_agents.errors import RequestError
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties")
+_SINGLE = (
+    "items",
+    "unevaluatedItems",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+)
 _SKIPPED = (
     "not",
     "uniqueItems",
@@ -28,10 +34,19 @@ _SKIPPED = (
     "$dynamicRef",
     "$recursiveRef",
 )
-_ESCAPED = re.compile(r'"|\\\\')
-"""In a pattern: characters that JSON must escape, which the engine would write as they are."""
-_MISREAD = re.compile(rf"{_ESCAPED.pattern}|\(\?(?![:<])|\(\?<[=!]")
-"""Also groups that look around or set flags, which the engine passes over."""
+_PIECE = re.compile(
+    r"""\[(?:\\.|[^\\\]])*\]              # a class; `[]` and `[^]` are whole, as in ECMAScript
+    | \\(?:x..|u\{\w*\}|u....|.)        # an escape
+    | \(\?(?![:<]) | \(\?<(?=[=!])       # where a group begins that looks around or sets flags
+    | .""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPED = re.compile(
+    r"""["\x00-\x1f]
+    | \\(?: [\\nrtfv0c] | (?:x|u00)(?:22|5[cC]|[01]) | u\{0*(?:22|5[cC]|1?[0-9a-fA-F])\} )""",
+    re.VERBOSE,
+)
+"""In a piece of a pattern: a character that JSON must escape."""
 _INSTEAD = ("const", "enum", "$ref", "anyOf", "oneOf", "allOf")
 """Where one of these stands, the engine reads no rule beside it."""
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -87,6 +102,7 @@ def _walk(schema: Any, path: str, unchecked: list[str]) -> Any:
     _require_few(schema, path)
     _name_required(ready)
     _keep_to_kinds(ready, path, unchecked)
+    _open_arrays(ready)
     _keep_to_strings(ready, path, unchecked)
     _check_names(schema, path, unchecked)
     if isinstance(schema.get("$ref"), str) and not schema["$ref"].startswith("#"):
@@ -134,7 +150,8 @@ def _shared(one: str, other: str) -> int:
 def _keep_to_strings(ready: dict[str, Any], path: str, unchecked: list[str]) -> None:
     """Of the rules of one string the engine keeps a pattern, or else a format, or else bounds."""
     given = [key for key in ("pattern", "format", "minLength", "maxLength") if key in ready]
-    if given and given[0] == "pattern" and _MISREAD.search(str(ready["pattern"])):
+    pattern = str(ready.get("pattern", ""))
+    if _writes_escaped(pattern) or _looks_around(pattern):
         _leave_out("pattern", ready, path, unchecked)
         given = given[1:]
     if given and given[0] in ("pattern", "format"):
@@ -145,12 +162,31 @@ def _keep_to_strings(ready: dict[str, Any], path: str, unchecked: list[str]) -> 
 
 def _keep_to_kinds(ready: dict[str, Any], path: str, unchecked: list[str]) -> None:
     """Rules for values of one type are read beside that type alone."""
-    given = ready.get("type", "array" if "items" in ready or "prefixItems" in ready else ())
-    kinds = {given} if isinstance(given, str) else set(given)
+    kinds = _kinds(ready)
     replaced = any(key in ready for key in _INSTEAD)
     for key, needed in _KINDS.items():
         if key in ready and (replaced or kinds.isdisjoint(needed)):
             _leave_out(key, ready, path, unchecked)
+
+
+def _kinds(ready: dict[str, Any]) -> set[str]:
+    """The types that the engine takes its values to have; none where it takes any."""
+    given = ready.get("type", "array" if "items" in ready or "prefixItems" in ready else ())
+    return {given} if isinstance(given, str) else set(given)
+
+
+def _open_arrays(ready: dict[str, Any]) -> None:
+    """Items that are not described are any, which the engine does not see beside bounds.
+
+    A tuple ends with its last item, as an object does with its properties, unless its bounds speak
+    of more.
+    """
+    if "array" not in _kinds(ready) or "items" in ready or "unevaluatedItems" in ready:
+        return
+    first = len(ready.get("prefixItems", ()))
+    bounds = [ready[key] for key in ("minItems", "maxItems") if isinstance(ready.get(key), int)]
+    if not first or any(bound > first for bound in bounds):
+        ready["items"] = {}
 
 
 def _leave_out(key: str, ready: dict[str, Any], path: str, unchecked: list[str]) -> None:
@@ -160,10 +196,26 @@ def _leave_out(key: str, ready: dict[str, Any], path: str, unchecked: list[str])
 
 def _check_names(schema: dict[str, Any], path: str, unchecked: list[str]) -> None:
     for name in schema.get("patternProperties", ()):
-        if _ESCAPED.search(name):
+        if _writes_escaped(name):
             raise RequestError(
                 f"{path}: patternProperties {name!r} holds characters that JSON escapes, which "
                 "grammars do not handle; leave it out"
             )
-        if _MISREAD.search(name):
+        if _looks_around(name):
             unchecked.append(f"{path}: patternProperties {name}")
+
+
+def _writes_escaped(pattern: str) -> bool:
+    """Whether it asks for characters that JSON escapes, which the engine writes as they are.
+
+    In "all but these" it leaves them out by itself, unless these are none.
+    """
+    return any(
+        piece == "[^]" or (not piece.startswith("[^") and _ESCAPED.search(piece) is not None)
+        for piece in _PIECE.findall(pattern)
+    )
+
+
+def _looks_around(pattern: str) -> bool:
+    """Whether it has groups that look around or set flags, which the engine passes over."""
+    return any(piece.startswith("(?") for piece in _PIECE.findall(pattern))

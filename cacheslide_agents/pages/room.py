@@ -18,6 +18,7 @@ from cacheslide_agents.pages.eviction import Eviction
 from cacheslide_agents.pages.holdings import Holdings
 from cacheslide_agents.pages.spill import MOST_BLOCKS, Spill, Spiller
 
+FULL = "disk_bytes leaves no room for it; raise disk_bytes"
 NOTHING: frozenset[Block] = frozenset()
 
 
@@ -96,7 +97,7 @@ class Room:
 
     def on_disk(self, spill: Spill) -> bool:
         assert self._spiller is not None
-        if self.make_on_disk(spill.nbytes):
+        if self.make_on_disk(spill):
             self._spiller.write(spill)
         return self._spiller.end(spill)
 
@@ -109,23 +110,27 @@ class Room:
             self._holdings.counts["stalls"] += 1
             self._holdings.seconds["stall"] += perf_counter() - started
 
-    def make_on_disk(self, nbytes: int) -> bool:
-        """Free `nbytes` of the SSD budget: replaced contexts go first, then dead places by
-        compaction, then the least recently used contexts; nothing goes for what never fits.
+    def make_on_disk(self, spill: Spill) -> bool:
+        """Make room for `spill` in the SSD budget: replaced contexts go first, then dead places by
+        compaction, then the least recently used contexts; nothing goes for what never fits, or
+        while the index cannot be written. When false, `spill` knows why.
         """
-        disk = self._holdings.disk
+        disk, nbytes = self._holdings.disk, spill.nbytes
         assert disk is not None and self._spiller is not None
-        if nbytes > self._disk_bytes:
-            return False
         while disk.nbytes + nbytes > self._disk_bytes:
+            if nbytes > self._disk_bytes:
+                spill.trouble = FULL
+                return False
             before = disk.nbytes
             self._forget_replaced()
-            self._spiller.commit()
+            committed = self._spiller.commit()
             if disk.nbytes + nbytes <= self._disk_bytes:
                 break
-            if not (self._compacted(nbytes) or self._drop_stored()):
+            if not committed and disk.nbytes >= before:
+                spill.trouble = self._spiller.trouble
                 return False
-            if self._spiller.failing and disk.nbytes >= before:
+            if not (self._compacted(nbytes) or self._drop_stored()):
+                spill.trouble = FULL
                 return False
         return True
 

@@ -37,7 +37,8 @@ class Spill:
     packed: Packed
     pages: list[list[Page]]
     extent: ExtentRow | None = None
-    trouble: str = "disk_bytes leaves no room for it; raise disk_bytes"
+    trouble: str = "it was given up before anything was written; see the log"
+    """Why there is no extent, and what to do about it."""
 
     @property
     def nbytes(self) -> int:

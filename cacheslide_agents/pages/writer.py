@@ -61,7 +61,7 @@ class Writer:
         spill = self._spiller.begin(blocks)
         self.at_work = True
         try:
-            if self._room.make_on_disk(spill.nbytes):
+            if self._room.make_on_disk(spill):
                 self._changed.release()
                 try:
                     self._spiller.write(spill)
