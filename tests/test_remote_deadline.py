@@ -1,11 +1,15 @@
-"""Servers that drip: bytes keep coming, so that no wait for the next one is ever long."""
+"""Servers that drip, so that no wait for the next byte is ever long, and servers that are silent.
+
+What is expected to be late gets `SHORT_S`, what is to reach the server before that `LONGER_S`, and
+everything else `AMPLE_S`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +17,9 @@ import pytest
 from langchain_core import exceptions as langchain
 from langchain_core.messages import HumanMessage
 
-from cacheslide_agents.errors import RequestTimeoutError, ServerError
-from langchain_cacheslide.deadline import Question, awhole, awithin, whole
+from cacheslide_agents.errors import ServerError
+from langchain_cacheslide import remote_server
+from langchain_cacheslide.deadline import awhole, awithin
 from langchain_cacheslide.remote import RemoteChat
 from langchain_cacheslide.remote_receipt import NO_PLUGIN
 
@@ -23,6 +28,13 @@ if TYPE_CHECKING:
 
 ASK = [HumanMessage("one two three four")]
 CHAT = "/v1/chat/completions"
+SHORT_S, LONGER_S, AMPLE_S = 0.1, 4.0, 60.0
+WAYS = [
+    lambda remote: list(remote.stream(ASK, {})),
+    lambda remote: remote.generate(ASK, {}),
+    lambda remote: asyncio.run(gathered(remote.astream(ASK, {}))),
+    lambda remote: asyncio.run(remote.agenerate(ASK, {})),
+]
 
 
 @pytest.fixture
@@ -31,34 +43,76 @@ def server(support: Callable[[str], ModuleType]) -> Iterator[OpenAIServer]:
         yield running
 
 
-def chat(server: OpenAIServer, model: str | None = "tiny") -> RemoteChat:
-    return RemoteChat(server.url, model=model, timeout=0.3, max_retries=0)
+def chat(server: OpenAIServer, timeout: float | None = AMPLE_S, **given: Any) -> RemoteChat:
+    return RemoteChat(server.url, timeout=timeout, **{"model": "tiny", "max_retries": 0, **given})
+
+
+def nothing_left_to_do(remote: RemoteChat) -> None:
+    """Waits for whatever still goes on behind the calls that were given up."""
+
+    async def wait() -> None:
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+
+    remote._server.loop.result(wait)
 
 
 async def gathered(stream: AsyncIterator[Any]) -> list[Any]:
     return [chunk async for chunk in stream]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        lambda remote: list(remote.stream(ASK, {})),
-        lambda remote: remote.generate(ASK, {}),
-        lambda remote: asyncio.run(gathered(remote.astream(ASK, {}))),
-        lambda remote: asyncio.run(remote.agenerate(ASK, {})),
-    ],
-)
+@pytest.mark.parametrize("asked", WAYS)
 def test_answer_that_drips_is_given_up_at_the_timeout(
     server: OpenAIServer, asked: Callable[[RemoteChat], Any]
 ) -> None:
     server.drips = (CHAT,)
     with pytest.raises(langchain.ModelTimeoutError, match="took too long; raise timeout") as raised:
-        asked(chat(server))
+        asked(chat(server, SHORT_S))
     assert isinstance(raised.value, ServerError)
+
+
+@pytest.mark.parametrize("asked", WAYS)
+def test_answer_that_was_given_up_is_not_asked_for_again(
+    server: OpenAIServer, asked: Callable[[RemoteChat], Any]
+) -> None:
+    server.hold_after = 0
+    remote = chat(server, LONGER_S, max_retries=2)
+    with pytest.raises(langchain.ModelTimeoutError):
+        asked(remote)
+    nothing_left_to_do(remote)
+    assert server.asked(CHAT) == 1
+    assert server.disconnected.wait(AMPLE_S)
+
+
+def test_retry_that_was_waited_for_at_the_timeout_never_comes(
+    server: OpenAIServer, support: Callable[[str], ModuleType]
+) -> None:
+    busy = support("openai_server").Failure(429, "busy", retry_after_ms=20_000)
+    server.failures = [busy] * 3
+    remote = chat(server, LONGER_S, max_retries=2)
+    with pytest.raises(langchain.ModelTimeoutError):
+        remote.generate(ASK, {})
+    nothing_left_to_do(remote)
     assert server.asked(CHAT) == 1
 
 
-def test_status_that_drips_holds_up_no_answer(server: OpenAIServer) -> None:
+def test_stream_with_a_timeout_that_is_left_closes_the_connection_at_once(
+    server: OpenAIServer,
+) -> None:
+    server.hold_after = 1
+    remote = chat(server)
+    stream: Any = remote.stream(ASK, {})
+    with closing(stream) as chunks:
+        assert next(chunks).text == "one"
+        assert server.holding.wait(AMPLE_S)
+    assert server.disconnected.wait(AMPLE_S)
+    nothing_left_to_do(remote)
+
+
+def test_status_that_drips_holds_up_no_answer(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_server, "_ASIDE_S", SHORT_S)
     server.drips = ("/v1/cacheslide/status",)
     remote = chat(server)
     with ThreadPoolExecutor(4) as pool:
@@ -71,61 +125,42 @@ def test_status_that_drips_holds_up_no_answer(server: OpenAIServer) -> None:
     assert server.asked("/v1/cacheslide/status") == 1
 
 
-def test_receipt_that_drips_leaves_the_answer_without_one(server: OpenAIServer) -> None:
+def test_receipt_that_drips_leaves_the_answer_without_one(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.status = {"plan_versions": [1]}
     server.drips = ("/v1/cacheslide/receipts/chatcmpl-1",)
-    (generation,) = chat(server).generate(ASK, {}).generations
+    remote = chat(server)
+    assert remote.model == "tiny"  # with the server's status, which comes in time
+    monkeypatch.setattr(remote_server, "_ASIDE_S", SHORT_S)
+    (generation,) = remote.generate(ASK, {}).generations
     assert generation.text == "one two three four"
     assert generation.message.response_metadata["cacheslide"]["policy"] == "server"
 
 
-def test_names_of_models_that_drip_are_a_timeout_and_asked_for_again(server: OpenAIServer) -> None:
+def test_names_of_models_that_drip_are_a_timeout_and_asked_for_again(
+    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.drips = ("/v1/models",)
-    remote = chat(server, model=None)
-    with pytest.raises(langchain.ModelTimeoutError, match="took too long"):
-        remote.generate(ASK, {})
+    remote = chat(server, None, model=None)
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_server, "_NAMES_S", SHORT_S)
+        with pytest.raises(langchain.ModelTimeoutError, match="took too long"):
+            remote.generate(ASK, {})
+    nothing_left_to_do(remote)
     server.drips = ()
     assert remote.generate(ASK, {}).generations[0].text == "one two three four"
 
 
-def test_question_is_asked_once_however_many_wait() -> None:
-    asked, go = [], threading.Event()
-
-    def ask() -> str:
-        asked.append(True)
-        go.wait()
-        return "yes"
-
-    question = Question(ask, 60.0)
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(question.answer) for _ in range(3)]
-        go.set()
-        assert [each.result() for each in waiting] == ["yes"] * 3
-    assert len(asked) == 1
-
-
 def test_error_of_the_one_asked_is_not_taken_for_the_deadline() -> None:
-    def fails() -> str:
+    async def fails() -> str:
         raise TimeoutError("its own")
 
-    async def afails() -> str:
-        return fails()
-
     async def pieces() -> AsyncIterator[str]:
-        yield fails()
+        yield await fails()
 
-    for seconds in (None, 60.0):
+    for seconds in (None, AMPLE_S):
         with pytest.raises(TimeoutError, match="its own"):
-            whole(fails, seconds)
-        with pytest.raises(TimeoutError, match="its own"):
-            asyncio.run(awhole(afails, seconds))
+            asyncio.run(awhole(fails, seconds))
         with pytest.raises(TimeoutError, match="its own"):
             asyncio.run(gathered(awithin(pieces, seconds)))
-
-
-def test_what_is_never_answered_is_given_up() -> None:
-    never = threading.Event()
-    with pytest.raises(RequestTimeoutError) as raised:
-        whole(never.wait, 0.01)
-    assert raised.value.seconds == 0.01
-    never.set()

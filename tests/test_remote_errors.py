@@ -143,7 +143,7 @@ def test_silent_server_is_a_timeout(server: OpenAIServer) -> None:
 def test_server_that_falls_silent_half_way_leaves_what_had_come(server: OpenAIServer) -> None:
     server.hold_after = 2
     with pytest.raises(langchain.ModelTimeoutError, match="after 2 pieces") as raised:
-        list(chat(server, timeout=0.5).stream(ASK, {}))
+        list(chat(server, timeout=4.0).stream(ASK, {}))
     error: Any = raised.value
     assert (error.partial, error.pieces) == ("one two", 2)
 
@@ -212,6 +212,25 @@ def test_call_that_was_cut_off_is_invalid(
         message = chat(server).generate(ASK, {}).generations[0].message
     assert message.tool_calls == []
     assert [bad["name"] for bad in message.invalid_tool_calls] == ["pay"]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_only_the_last_call_without_arguments_can_have_been_cut_off(
+    server: OpenAIServer, streamed: bool
+) -> None:
+    server.finish_reason = "length"
+    calls = [
+        {"index": place, "id": name, "function": {"name": name, "arguments": ""}}
+        for place, name in enumerate("abc")
+    ]
+    server.pieces = [{"tool_calls": calls}]
+    if streamed:
+        first, *others = chat(server).stream(ASK, {})
+        message: Any = sum(others, first).message
+    else:
+        message = chat(server).generate(ASK, {}).generations[0].message
+    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("a", {}), ("b", {})]
+    assert [bad["name"] for bad in message.invalid_tool_calls] == ["c"]
 
 
 def test_key_is_sent_but_never_shown(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,10 @@ def test_number_that_may_have_gone_on_is_not_whole(backend: FakeBackend) -> None
     assert asked(backend, "12", number, "json_schema").invoke("Pay") == 12
 
 
-@pytest.mark.parametrize("text", [CUT, f"{WHOLE} or so", "12,5", "", "```json\n" + CUT])
+@pytest.mark.parametrize(
+    "text",
+    ["", CUT, "12,5", "12 or so", "Sure: " + WHOLE, "```json\n" + CUT, "true\n```json\n" + CUT],
+)
 def test_text_that_is_no_json_is_not_mended(backend: FakeBackend, text: str) -> None:
     backend.ends = "stop"
     with pytest.raises(OutputParserException):
@@ -129,6 +133,40 @@ def test_json_in_a_fence_and_with_line_breaks_is_read(backend: FakeBackend) -> N
     text = '```json\n{"account": "DE\n12", "amount": 3}\n```'
     found = asked(backend, text, Payment, "json_mode").invoke("Pay")
     assert found == Payment(account="DE\n12", amount=3)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{WHOLE} or so",
+        f"{WHOLE}}}",
+        f"{WHOLE}\n{CUT}",
+        f"```json\n{WHOLE}\n```\nThat is what I read.",
+        f"That is what I read:\n```\n{WHOLE}\n```",
+        f"12 things:\n```json\n{WHOLE}```\nWhat else?",
+    ],
+)
+def test_words_around_the_json_cost_an_answer_only_if_it_was_cut_off(
+    backend: FakeBackend, schema: Any, text: str
+) -> None:
+    backend.ends = "stop"
+    for found in (
+        asked(backend, text, schema, "json_mode").invoke("Pay"),
+        list(asked(backend, text, schema, "json_mode").stream("Pay"))[-1],
+    ):
+        assert (found if isinstance(found, dict) else found.model_dump()) == json.loads(WHOLE)
+    backend.ends = "length"
+    with pytest.raises(OutputParserException, match="raise max_tokens"):
+        asked(backend, text, schema, "json_mode").invoke("Pay")
+
+
+@pytest.mark.parametrize("text", [f"```json\n{WHOLE}", f"\n```\n{WHOLE}\n```\n", f" {WHOLE}\n"])
+def test_fence_and_white_space_are_no_words_around_the_json(
+    backend: FakeBackend, text: str
+) -> None:
+    found = asked(backend, text, Payment, "json_mode").invoke("Pay")
+    assert found == Payment(account="DE12 3456", amount=12500)
 
 
 def test_schema_that_langchains_traces_cannot_read_is_answered(backend: FakeBackend) -> None:

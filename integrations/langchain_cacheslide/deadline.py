@@ -1,19 +1,19 @@
 """Answers that must be whole by a certain time.
 
 In: a stream or a question, and a number of seconds. Out: the same stream, or the answer, which ends
-with `RequestTimeoutError` when they have passed; the request behind it is cancelled.
+with `RequestTimeoutError` when they have passed. A coroutine is then cancelled, with the connection
+it reads and the tries it has left; a generator that computes is closed after its next item.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
-from concurrent.futures import Future, wait
 from contextlib import aclosing, closing
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from cacheslide_agents.errors import RequestTimeoutError
 
@@ -22,38 +22,8 @@ _END = object()
 _NAME = "cacheslide-deadline"
 
 
-class Question(Generic[T]):
-    """Something that is asked once, by a thread of its own; whoever waits has one deadline.
-
-    A thread whose answer nobody waits for any more ends with the connection it reads.
-    """
-
-    def __init__(self, ask: Callable[[], T], seconds: float) -> None:
-        self._seconds, self._deadline = seconds, monotonic() + seconds
-        self._future: Future[T] = Future()
-        Thread(target=self._put, args=(ask,), name=_NAME, daemon=True).start()
-
-    def answer(self) -> T:
-        """Raises what asking raised, or `RequestTimeoutError`."""
-        done, _ = wait([self._future], max(0.0, self._deadline - monotonic()))
-        if not done:
-            raise RequestTimeoutError(self._seconds)
-        return self._future.result()
-
-    def _put(self, ask: Callable[[], T]) -> None:
-        try:
-            self._future.set_result(ask())
-        except BaseException as error:  # whatever it is belongs to those who wait
-            self._future.set_exception(error)
-
-
-def whole(ask: Callable[[], T], seconds: float | None) -> T:
-    """What `ask()` returns."""
-    return ask() if seconds is None else Question(ask, seconds).answer()
-
-
 async def awhole(ask: Callable[[], Awaitable[T]], seconds: float | None) -> T:
-    """The same for asyncio."""
+    """What `ask()` returns."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await ask()
@@ -64,7 +34,7 @@ async def awhole(ask: Callable[[], Awaitable[T]], seconds: float | None) -> T:
 
 
 def within(start: Callable[[], Iterator[T]], seconds: float | None) -> Generator[T, None, None]:
-    """What `start()` yields. Its generator is closed when this one is."""
+    """What `start()` yields. Its generator is closed with this one, or at its next item then."""
     if seconds is not None:
         yield from _watched(start, seconds)
         return

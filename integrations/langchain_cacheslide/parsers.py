@@ -2,13 +2,14 @@
 
 In: a message, or the pieces of one. Out: an instance of the schema; of a stream, also what there is
 of it so far. LangChain's own parsers mend JSON that breaks off, as a stream needs it: a number that
-`max_tokens` cut in two would be a number still. Here the end of an answer is read strictly.
+`max_tokens` cut in two would be a number still. Here the JSON that ends an answer must be whole;
+only an answer that ended by itself may say something around it.
 """
 
 from __future__ import annotations
 
 import json
-from functools import partial as bound
+import re
 from typing import Any
 
 from langchain_core.exceptions import OutputParserException
@@ -16,67 +17,92 @@ from langchain_core.messages import AIMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import (
     JsonOutputKeyToolsParser,
+    JsonOutputToolsParser,
     PydanticToolsParser,
 )
 from langchain_core.outputs import ChatGeneration, Generation
-from langchain_core.utils.json import parse_json_markdown
 
 _CUT = {"length": "max_tokens cut it off; raise max_tokens", "cancelled": "it was cancelled"}
 """Finish reasons of answers that are not whole."""
-_read = bound(parse_json_markdown, parser=bound(json.loads, strict=False))
+_DECODER = json.JSONDecoder(strict=False)
+_FENCE = re.compile(r"```(?:json)?")
+_AROUND = " \n\r\t`"
 
 
 class JsonParser(JsonOutputParser):
     """Any JSON value."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        if partial and not _is_over(result[0]):
-            return super().parse_result(result, partial=True)
-        _expect_whole(result[0])
-        return super().parse_result(result)
+        if not partial or _is_over(result[0]):
+            partial, result = False, [_whole(result[0])]
+        return super().parse_result(result, partial=partial)
 
 
-class InstanceParser(PydanticOutputParser[Any]):
+class InstanceParser(JsonParser, PydanticOutputParser[Any]):
     """An instance of a pydantic class."""
 
-    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        if partial and not _is_over(result[0]):
-            return super().parse_result(result, partial=True)
-        _expect_whole(result[0])
-        return super().parse_result(result)
 
-
-class JsonCallParser(JsonOutputKeyToolsParser):
-    """The arguments of a call; `None` for an answer that calls nothing."""
+class _CallParser(JsonOutputToolsParser):
+    """`None` for an answer that calls nothing."""
 
     def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
         partial = partial and not _is_over(result[0])
         return _called(super().parse_result(result, partial=partial), result[0])
 
 
-class InstanceCallParser(PydanticToolsParser):
-    """A call's arguments as an instance of a pydantic class; `None` where nothing is called."""
-
-    def parse_result(self, result: list[Generation], *, partial: bool = False) -> Any:
-        partial = partial and not _is_over(result[0])
-        return _called(super().parse_result(result, partial=partial), result[0])
+class JsonCallParser(_CallParser, JsonOutputKeyToolsParser):
+    """The arguments of a call."""
 
 
-def _expect_whole(generation: Generation) -> None:
-    """`OutputParserException` for text that is not JSON from its first character to its last.
+class InstanceCallParser(_CallParser, PydanticToolsParser):
+    """A call's arguments as an instance of a pydantic class."""
+
+
+def _whole(generation: Generation) -> Generation:
+    """The answer with nothing but its JSON as text; `OutputParserException` if there is none.
 
     A refusal has no text, and LangChain's parsers have an error of their own for it.
     """
     text, cut = generation.text, _CUT.get(_finish_reason(generation) or "")
     if not text.strip() and cut is None:
-        return
+        return generation
     try:
-        value = _read(text)
+        found = _found(text) if cut is None else _alone(text)
     except (ValueError, RecursionError) as error:
-        why = cut or "this is no JSON"
-        raise _unusable(why, text) from (None if cut else error)
-    if cut is not None and isinstance(value, int | float) and not isinstance(value, bool):
-        raise _unusable(cut, text)  # more digits may have followed
+        raise _unusable(cut or "this is no JSON", text) from (None if cut else error)
+    return generation.model_copy(update={"text": found})
+
+
+def _found(text: str) -> str:
+    """The JSON of an answer that ended by itself, which may speak around it as LangChain allows.
+
+    That is: after an object or array, and before and after a fence.
+    """
+    start, fence = text.lstrip(_AROUND), _FENCE.search(text)
+    try:
+        return _first(start)
+    except ValueError:
+        if fence is None:
+            raise
+    return _first(text[fence.end() :].lstrip(_AROUND))
+
+
+def _first(text: str) -> str:
+    """The JSON that `text` begins with; a value that has no end of its own must be all of it."""
+    value, end = _DECODER.raw_decode(text)
+    if text[end:].strip(_AROUND) and not isinstance(value, dict | list):
+        raise ValueError("text follows the value")
+    return text[:end]
+
+
+def _alone(text: str) -> str:
+    """The JSON of an answer that was cut off: nothing but white space and a fence around it."""
+    fence = _FENCE.match(text.lstrip())
+    inner = text.lstrip()[fence.end() :].rstrip(_AROUND) if fence else text
+    value = _DECODER.decode(inner)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        raise ValueError("more digits may have followed")
+    return inner
 
 
 def _called(parsed: Any, generation: Generation) -> Any:

@@ -12,7 +12,7 @@ project are never sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from pydantic import SecretStr
 
 from cacheslide_agents.errors import CacheSlideError, RequestTimeoutError
-from langchain_cacheslide.deadline import awhole, awithin, whole, within
+from langchain_cacheslide.deadline import awhole, awithin
 from langchain_cacheslide.remote_answer import expect_answers, result_of, usage_of
 from langchain_cacheslide.remote_call import Call, Cut, cut_by_characters, plain, prepared
 from langchain_cacheslide.remote_errors import ServerConnectionError, failure
@@ -75,10 +75,10 @@ class RemoteChat:
         tool_choice: Any = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> Iterator[ChatGenerationChunk]:
-        """The answer as it comes; closing the generator closes the connection."""
+        """The answer as it comes; closing the generator closes the connection, at any time."""
         call = self._call(messages, settings, tools, tool_choice, response_format, stream=True)
         with self._failures(call):
-            with closing(within(lambda: self._events(call), self._server.timeout)) as events:
+            with closing(self._server.loop.items(lambda: self._events(call))) as events:
                 for event in events:
                     if (chunk := call.add(event)) is not None:
                         yield chunk
@@ -97,9 +97,7 @@ class RemoteChat:
         # Asking for the model and cutting a long prompt would hold up the event loop.
         call = await asyncio.to_thread(self._call, *given, stream=True)
         with self._failures(call):
-            async with aclosing(
-                awithin(lambda: self._aevents(call), self._server.timeout)
-            ) as events:
+            async with aclosing(self._events(call)) as events:
                 async for event in events:
                     if (chunk := call.add(event)) is not None:
                         yield chunk
@@ -116,9 +114,8 @@ class RemoteChat:
         """The whole answer, or all `n` of them."""
         call = self._call(messages, settings, tools, tool_choice, response_format, stream=False)
         with self._failures(call):
-            create = self._server.client().chat.completions.create
-            answer = whole(lambda: create(**call.arguments), self._server.timeout)
-            return self._result(call, plain(answer))
+            answer = self._server.loop.result(lambda: self._answer(call))
+            return self._result(call, answer)
 
     async def agenerate(
         self,
@@ -132,23 +129,27 @@ class RemoteChat:
         given = (messages, settings, tools, tool_choice, response_format)
         call = await asyncio.to_thread(self._call, *given, stream=False)
         with self._failures(call):
-            create = self._server.aclient().chat.completions.create
-            answer = await awhole(lambda: create(**call.arguments), self._server.timeout)
-            return await asyncio.to_thread(self._result, call, plain(answer))
+            answer = await self._answer(call)
+            return await asyncio.to_thread(self._result, call, answer)
 
     def _call(self, *given: Any, stream: bool) -> Call:
         return prepared(self._server.facts(), self._cut, *given, stream=stream)
 
-    def _events(self, call: Call) -> Iterator[Any]:
-        events = self._server.client().chat.completions.create(**call.arguments)
-        with cast(Any, events):
-            yield from events
+    def _events(self, call: Call) -> AsyncGenerator[Any, None]:
+        """What the server sends, until `timeout`; cancelling or closing it ends the connection."""
+        create = self._server.client().chat.completions.create
 
-    async def _aevents(self, call: Call) -> AsyncIterator[Any]:
-        events = await self._server.aclient().chat.completions.create(**call.arguments)
-        async with cast(Any, events):
-            async for event in events:
-                yield event
+        async def read() -> AsyncIterator[Any]:
+            events = await create(**call.arguments)
+            async with cast(Any, events):
+                async for event in events:
+                    yield event
+
+        return awithin(read, self._server.timeout)
+
+    async def _answer(self, call: Call) -> dict[str, Any]:
+        create = self._server.client().chat.completions.create
+        return plain(await awhole(lambda: create(**call.arguments), self._server.timeout))
 
     def _end(self, call: Call) -> ChatGenerationChunk:
         answer = call.answer

@@ -69,12 +69,13 @@ class StreamedAnswer:
     def end(self, receipt: Receipt, usage: UsageMetadata | None) -> ChatGenerationChunk:
         """The last chunk: no text, all metadata."""
         metadata = _metadata(self.finish_reason, self.facts, receipt)
+        last = next(reversed(self._arguments), None)
         message = AIMessageChunk(
             content="",
             tool_call_chunks=[
                 make_chunk(name=None, args=spoiler, id=None, index=index)
                 for index, arguments in self._arguments.items()
-                if (spoiler := _spoiler(arguments, self.finish_reason))
+                if (spoiler := _spoiler(arguments, self.finish_reason, last=index == last))
             ],
             response_metadata=metadata,
             usage_metadata=usage,
@@ -148,10 +149,10 @@ def cached_tokens(usage: Mapping[str, Any]) -> int | None:
     return None if count is None else int(count)
 
 
-def _spoiler(arguments: str, finish_reason: str | None) -> str:
+def _spoiler(arguments: str, finish_reason: str | None, *, last: bool) -> str:
     """What has to follow arguments that are not whole, lest LangChain makes them so."""
     try:
-        json.loads(arguments or _none_given(finish_reason), strict=False)
+        json.loads(arguments or _none_given(finish_reason, last=last), strict=False)
     except ValueError:
         scanner = JsonScanner()
         for letter in arguments:
@@ -160,9 +161,12 @@ def _spoiler(arguments: str, finish_reason: str | None) -> str:
     return ""
 
 
-def _none_given(finish_reason: str | None) -> str:
-    """What no arguments mean: none are needed, unless the answer was cut off before them."""
-    return "" if finish_reason == "length" else "{}"
+def _none_given(finish_reason: str | None, *, last: bool) -> str:
+    """What no arguments mean: none are needed, unless the answer was cut off before them.
+
+    That happens to its last call only.
+    """
+    return "" if last and finish_reason == "length" else "{}"
 
 
 def _metadata(
@@ -178,9 +182,11 @@ def _metadata(
 def _message(given: Mapping[str, Any], finish_reason: str | None) -> AIMessage:
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []
-    for call in given.get("tool_calls") or ():
+    wanted = given.get("tool_calls") or ()
+    for number, call in enumerate(wanted, 1):
+        default = _none_given(finish_reason, last=number == len(wanted))
         try:
-            if not (_function(call).get("arguments") or _none_given(finish_reason)):
+            if not (_function(call).get("arguments") or default):
                 raise OutputParserException("the answer was cut off before the arguments")
             parsed: Any = parse_tool_call(call, return_id=True)
             if not isinstance(parsed["args"], dict):

@@ -1,6 +1,7 @@
 """One server: the connections to it, and what it is.
 
-In: base URL, key, timeout, retries. Out: `openai` clients, and the server's `Facts`, asked once.
+In: base URL, key, timeout, retries. Out: an `openai` client per event loop, a loop for callers who
+have none, and the server's `Facts`, asked once.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -20,16 +22,16 @@ from cacheslide_agents.errors import (
     BackendError,
     ModelNotFoundError,
     RequestError,
-    RequestTimeoutError,
     install_hint,
 )
 from cacheslide_agents.prompt.wire_plan import PLAN_VERSION
-from langchain_cacheslide.deadline import Question, whole
+from langchain_cacheslide.deadline import awhole
+from langchain_cacheslide.loop_thread import LoopThread
 from langchain_cacheslide.remote_errors import failure
 from langchain_cacheslide.remote_receipt import NO_PLUGIN, checked
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI, OpenAI, RequestOptions
+    from openai import AsyncOpenAI, RequestOptions
 
 _NO_KEY = "none"
 _ASIDE_S = 5.0
@@ -71,70 +73,65 @@ class Server:
         self._options: dict[str, Any] = {"base_url": self.url, "max_retries": max_retries}
         if timeout is not None:
             self._options["timeout"] = timeout
-        # Per request: a copy of a client would read OpenAI's variables anew.
         self.timeout = timeout
-        self._aside_s = min(timeout or _ASIDE_S, _ASIDE_S)
-        self._aside: RequestOptions = {"timeout": self._aside_s, "max_retries": 0}
         self._clock = clock
+        self.loop = LoopThread()
         self._lock = Lock()  # never held while a server is asked
-        self._client: OpenAI | None = None
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = (
             WeakKeyDictionary()
         )
-        self._naming: Question[list[str]] | None = None
-        self._asking: Question[tuple[str, float]] | None = None
+        self._naming: Future[list[str]] | None = None
+        self._asking: Future[tuple[str, float]] | None = None
         self._status: tuple[str, float] | None = None
 
-    def client(self) -> OpenAI:
-        with self._lock:
-            if self._client is None:
-                self._client = self._made(_openai().OpenAI)
-            return self._client
-
-    def aclient(self) -> AsyncOpenAI:
+    def client(self) -> AsyncOpenAI:
         """The client of the running event loop."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._clients:
-                self._clients[loop] = self._made(_openai().AsyncOpenAI)
+                self._clients[loop] = self._made()
             return self._clients[loop]
 
     def facts(self) -> Facts:
         """Asked from the server at the first call. Raises when it cannot name one model."""
-        client = self.client()
+        _openai()
         if self._model is None:
-            self._model = self._only_model(client)
-        return Facts(self._model, self._no_plan(client))
+            self._model = self._only_model()
+        return Facts(self._model, self._no_plan())
 
     def receipt(self, answer_id: str) -> dict[str, Any] | None:
         """The receipt of an answer that did not bring it along; `None` if it cannot be had."""
         path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
         try:
-            client = self.client()
-            found = whole(
-                lambda: client.get(path, cast_to=object, options=self._aside), self._aside_s
-            )
+            found = self.loop.result(lambda: self._told(path))
         except Exception:
             return None
         return checked(found)
 
-    def _made(self, kind: Any) -> Any:
+    async def _told(self, path: str) -> object:
+        """What one of the plugin's own paths answers."""
+        seconds = min(self.timeout or _ASIDE_S, _ASIDE_S)
+        # Per request: a copy of a client would read OpenAI's variables anew.
+        options: RequestOptions = {"timeout": seconds, "max_retries": 0}
+        get = self.client().get
+        return await awhole(lambda: get(path, cast_to=object, options=options), seconds)
+
+    def _made(self) -> AsyncOpenAI:
         """A client that sends nothing of what the environment holds for OpenAI itself."""
         key = self.api_key.get_secret_value() if self.api_key else ""
-        client = kind(
+        client: AsyncOpenAI = _openai().AsyncOpenAI(
             api_key=key or _NO_KEY, default_headers={"Connection": "close"}, **self._options
         )
         client.organization = client.project = None
         return client
 
-    def _only_model(self, client: OpenAI) -> str:
+    def _only_model(self) -> str:
         with self._lock:
             if self._naming is None:
-                seconds = self.timeout or _NAMES_S
-                self._naming = Question(lambda: _names(client), seconds)
+                self._naming = self.loop.start(self._names)
             naming = self._naming
         try:
-            names = naming.answer()
+            names = naming.result()
         except Exception as error:
             raise failure(error, url=self.url, secret=self.api_key) from None
         finally:
@@ -147,29 +144,34 @@ class Server:
             f"the server at {self.url} serves {len(names)} models: {listed}; say which with `model`"
         )
 
-    def _no_plan(self, client: OpenAI) -> str:
+    async def _names(self) -> list[str]:
+        models = self.client().models
+
+        async def listed() -> list[str]:
+            return [model.id for model in (await models.list()).data or ()]
+
+        return await awhole(listed, self.timeout or _NAMES_S)
+
+    def _no_plan(self) -> str:
         """Why no plan is sent; "" if one is. Callers of one time share one question."""
         with self._lock:
             if self._status is not None and self._clock() < self._status[1]:
                 return self._status[0]
             if self._asking is None:
-                self._asking = Question(lambda: self._asked_status(client), self._aside_s)
+                self._asking = self.loop.start(self._asked_status)
             asking = self._asking
-        try:
-            status = asking.answer()
-        except RequestTimeoutError:
-            status = NO_PLUGIN, self._clock() + _ASK_AGAIN_S
+        status = asking.result()
         with self._lock:
             if self._asking is asking:
                 self._status, self._asking = status, None
         return status[0]
 
-    def _asked_status(self, client: OpenAI) -> tuple[str, float]:
+    async def _asked_status(self) -> tuple[str, float]:
         """Why no plan is sent ("" if one is), and until when that is taken for true."""
         import openai
 
         try:
-            status = client.get("/cacheslide/status", cast_to=object, options=self._aside)
+            status = await self._told("/cacheslide/status")
         except openai.APIStatusError as error:
             sure = error.status_code < 500 and error.status_code != 429
             return NO_PLUGIN, float("inf") if sure else self._clock() + _ASK_AGAIN_S
@@ -184,10 +186,6 @@ class Server:
         if PLAN_VERSION in versions:
             return "", float("inf")
         return f"the server reads plan versions {versions}, not {PLAN_VERSION}", float("inf")
-
-
-def _names(client: OpenAI) -> list[str]:
-    return [model.id for model in client.models.list().data or ()]
 
 
 def _openai() -> Any:

@@ -6,7 +6,8 @@ the parser that makes an instance of the schema of its answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from langchain_core.messages import AIMessage
@@ -75,20 +76,26 @@ def with_raw(model: Runnable[Any, Any], parser: Runnable[Any, Any]) -> Runnable[
     """`{"raw", "parsed", "parsing_error"}`; nothing is raised for an answer that cannot be read."""
 
     def read(kept: dict[str, Any]) -> dict[str, Any]:
-        try:
-            parsed, error = parser.invoke(kept["raw"]), None
-        except Exception as raised:
-            parsed, error = None, raised
-        return {**kept, "parsed": parsed, "parsing_error": error}
+        with _told(kept) as told:
+            told["parsed"] = parser.invoke(kept["raw"])
+        return told
 
     async def aread(kept: dict[str, Any]) -> dict[str, Any]:
-        try:
-            parsed, error = await parser.ainvoke(kept["raw"]), None
-        except Exception as raised:
-            parsed, error = None, raised
-        return {**kept, "parsed": parsed, "parsing_error": error}
+        with _told(kept) as told:
+            told["parsed"] = await parser.ainvoke(kept["raw"])
+        return told
 
     return {"raw": model} | RunnableLambda(read, afunc=aread)
+
+
+@contextmanager
+def _told(kept: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`kept`, to be completed; what goes wrong meanwhile stands in it."""
+    told = {**kept, "parsed": None, "parsing_error": None}
+    try:
+        yield told
+    except Exception as error:
+        told["parsing_error"] = error
 
 
 def _is_traceable(schema: Any) -> bool:
