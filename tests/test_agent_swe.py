@@ -109,7 +109,7 @@ def test_episode_that_breaks_off_leaves_nothing_pinned(scripted: Any) -> None:
     model = scripted(look)
     with pytest.raises(DataError, match="recording ends"):
         swe_graph(Replayed(model, [look]), Recorder()).invoke({"issue": "x"}, thread)
-    assert model.backend.events[-2:] == [("generate", "t"), ("release", "t")]
+    assert model.backend.events[-3:] == [("pin", "t"), ("refresh", "t"), ("release", "t")]
 
 
 @pytest.mark.parametrize(
