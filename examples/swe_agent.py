@@ -1,7 +1,7 @@
 """A SWE-agent-style loop that mends a small repository, in a bounded shell.
 
 In: a repository of three files with one bug, made in a temporary folder. Out: each call's time to
-first token, what it reused, what the model ran, and whether the repository's test passes then.
+first token, what it reused, what was run, and whether the repository's test passes then.
 `--replay` gives the model recorded answers, whose commands are really run.
 """
 
