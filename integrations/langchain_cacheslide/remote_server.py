@@ -160,10 +160,13 @@ class Server:
             if self._asking is None:
                 self._asking = self.loop.start(self._asked_status)
             asking = self._asking
-        status = asking.result()
-        with self._lock:
-            if self._asking is asking:
-                self._status, self._asking = status, None
+        status = None
+        try:
+            status = asking.result()
+        finally:
+            with self._lock:  # a question that broke off is asked anew, as for the names
+                if self._asking is asking:
+                    self._status, self._asking = status, None
         return status[0]
 
     async def _asked_status(self) -> tuple[str, float]:
