@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from cacheslide_agents.bench import read_results, run_study, run_task
+from cacheslide_agents.bench import STUDIES, read_results, run_study, run_task, studies
 from cacheslide_agents.bench.runner import longest_updates
 from cacheslide_agents.bench.studies.variants import BOUNDARIES
 from cacheslide_agents.bench.workloads import Turn
@@ -175,6 +175,13 @@ def test_the_frontier_study_gives_one_point_for_each_task_and_variant(
     assert (point["task"], point["selector"]) == ("reflexion", "boundary0")
     assert point["kl_mean"] == point["kl_p95"] > 0.08
     assert set(backend.asked("warm")) == {"epic", "epic_context"}
+
+
+def test_the_studies_are_the_modules_that_run_one() -> None:
+    """They are imported by name, so that nothing else would miss one."""
+    modules = Path(studies.__file__).parent.glob("*.py")
+    assert {path.stem for path in modules if "\ndef run(" in path.read_text()} == set(STUDIES)
+    assert all(studies.takes(name, "save") for name in STUDIES)
 
 
 def test_an_unknown_study_or_family_is_a_data_error(backend: ScriptedBackend, data: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -96,7 +95,9 @@ def _known(
     if study is not None and policies is not None:
         raise RequestError("--policies goes with --task; a study chooses its own")
     if cope_model is not None:
-        pairs = [name for name in STUDIES if "cope_model" in signature(STUDIES[name]).parameters]
+        from cacheslide_agents.bench.studies import takes
+
+        pairs = [name for name in STUDIES if takes(name, "cope_model")]
         if study not in pairs:
             raise RequestError(f"--cope-model goes with --study {', '.join(pairs)}")
     for name in policies.split(",") if policies else ():

@@ -7,6 +7,7 @@ after every step so that a killed run keeps what it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -14,41 +15,27 @@ from typing import Any
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.results import SCHEMA, read_json, write_json
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.bench.studies import (
-    answers,
-    decoupling,
-    drift,
-    episodes,
-    frontier,
-    layers,
-    length,
-    padding,
-    pmkd,
-    pressure,
-    ssd,
-    stale,
-    throughput,
-)
 from cacheslide_agents.errors import DataError, RequestError
 
-__all__ = ["STUDIES", "run_study"]
+__all__ = ["STUDIES", "run_study", "takes"]
 
 Study = Callable[..., Mapping[str, Any]]
-STUDIES: Mapping[str, Study] = {
-    "answers": answers.run,
-    "decoupling": decoupling.run,
-    "drift": drift.run,
-    "episodes": episodes.run,
-    "frontier": frontier.run,
-    "layers": layers.run,
-    "length": length.run,
-    "padding": padding.run,
-    "pmkd": pmkd.run,
-    "pressure": pressure.run,
-    "ssd": ssd.run,
-    "stale": stale.run,
-    "throughput": throughput.run,
-}
+STUDIES = (
+    "answers",
+    "decoupling",
+    "drift",
+    "episodes",
+    "frontier",
+    "layers",
+    "length",
+    "padding",
+    "pmkd",
+    "pressure",
+    "ssd",
+    "stale",
+    "throughput",
+)
+"""Modules beside this one; each is imported when it is run, since what it measures is heavy."""
 
 
 def run_study(
@@ -65,8 +52,7 @@ def run_study(
 
     With `resume` a study that takes an `earlier` run gets what is in `out`; another refuses.
     """
-    if name not in STUDIES:
-        raise DataError(f"no study named {name!r}; known: {', '.join(STUDIES)}")
+    run = _run(name)
     if resume:
         options["earlier"] = _earlier(name, out)
 
@@ -74,14 +60,26 @@ def run_study(
         if out is not None:
             write_json(out, {"schema": SCHEMA, "study": name, **found})
 
-    found = STUDIES[name](backend, Path(data), save=save, progress=progress, **options)
+    found = run(backend, Path(data), save=save, progress=progress, **options)
     save(found)
     return {"schema": SCHEMA, "study": name, **found}
 
 
+def takes(name: str, option: str) -> bool:
+    """Whether study `name` has an option of that name."""
+    return option in signature(_run(name)).parameters
+
+
+def _run(name: str) -> Study:
+    if name not in STUDIES:
+        raise DataError(f"no study named {name!r}; known: {', '.join(STUDIES)}")
+    run: Study = import_module(f"{__name__}.{name}").run
+    return run
+
+
 def _earlier(name: str, out: str | Path | None) -> dict[str, Any] | None:
     """What an interrupted run left in `out`, if there was one."""
-    if "earlier" not in signature(STUDIES[name]).parameters:
+    if not takes(name, "earlier"):
         raise RequestError(f"study {name!r} cannot be resumed; leave out --resume")
     if out is None or not Path(out).exists():
         return None
