@@ -39,7 +39,7 @@ SECTIONS: Mapping[str, Section] = {
     "llama_1b": Section("gpu_check_backend", "check_llama", 130),
     "smollm2": Section("gpu_check_backend", "check_smollm2", 50),
     "overlap": Section("gpu_check_backend", "check_overlap", 50),
-    "vllm": Section("gpu_check_facts", "check_vllm", 100),
+    "vllm": Section("gpu_check_facts", "check_vllm", 160),
 }
 BUDGET = 465
 """Seconds for all of them: 8 minutes, less what starting and writing take."""

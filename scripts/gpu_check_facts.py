@@ -82,7 +82,7 @@ def check_facts(setting: Setting, report: Report) -> None:
 
 
 def check_vllm(setting: Setting, report: Report) -> None:
-    """Populate and shifted reuse on vLLM, if it is installed and a model is given."""
+    """Populate and shifted reuse on vLLM, by either attention, if there is one and a model."""
     if find_spec("vllm") is None:
         return report.skip("vLLM is not installed")
     if setting.model is None:
@@ -91,11 +91,12 @@ def check_vllm(setting: Setting, report: Report) -> None:
 
     from vllm_cacheslide.backend import VllmBackend
 
-    backend = VllmBackend(model=str(setting.model), max_model_len=4096)
-    try:
-        report.add("reuse", **compare(backend, 3000))
-    finally:
-        backend.close()
+    for attention in ("runs", "fused"):
+        backend = VllmBackend(model=str(setting.model), max_model_len=4096, attention=attention)
+        try:
+            report.add("reuse", attention=attention, **compare(backend, 3000))
+        finally:
+            backend.close()
     return None
 
 

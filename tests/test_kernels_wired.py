@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaForCausalLM
 
 from cacheslide_agents.backend import GenerationRequest, Sampling
 from cacheslide_agents.pages.slots import SlotMap
 from cacheslide_agents.policies import CacheSlide, Prefix, Recompute
 from cacheslide_agents.policies.base import Policy
-from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
 from cacheslide_agents.position.kernels import Tiling, trust
 from torch_cacheslide import TorchBackend, fused
 from torch_cacheslide.attention import (
@@ -32,50 +30,18 @@ from torch_cacheslide.attention import (
 from torch_cacheslide.cope import cope_from_llama
 from torch_cacheslide.layout import Layouts, attention_pairs, row_layout, row_pairs
 
+if TYPE_CHECKING:
+    from tests.support.kernel_stand_in import StandIn
+
 RANDOM = np.random.default_rng(9)
 HEAD, OLD, NEW, TAIL = (RANDOM.integers(3, 250, count).tolist() for count in (40, 30, 50, 300))
 REUSE = CacheSlide(may_decline=False)
 TILE = Tiling(16, 32, 16, 4, 1)
 
 
-class StandIn:
-    """`fused_attention` in torch; remembers rows, whether contextual, whether with slots."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, bool, bool]] = []
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rows: Tensor,
-        *,
-        scale: float,
-        embedding: Tensor | None = None,
-        slots: Tensor | None = None,
-        masses: Sequence[CanonicalMass] = (),
-        tiling: Tiling | None = None,
-    ) -> Tensor:
-        self.calls.append((query.shape[1], embedding is not None, slots is not None))
-        if key.dim() == 4:
-            key, value = (pages.transpose(0, 1).flatten(1, 2) for pages in (key, value))
-        count = int(rows[-1]) + 1  # what lies behind was never written: any number, or none
-        there = slice(count) if slots is None else slots[:count]
-        key, value = key[:, there], value[:, there]
-        if embedding is not None:
-            return contextual_attention(
-                query, key, value, embedding, rows, scale=scale, masses=masses
-            )
-        seen = torch.arange(key.shape[1]) <= rows[:, None]
-        return scaled_dot_product_attention(
-            query[None], key[None], value[None], attn_mask=seen, scale=scale, enable_gqa=True
-        )[0]
-
-
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    stand_in = StandIn()
+def stand_in(monkeypatch: pytest.MonkeyPatch, support: Callable[[str], ModuleType]) -> StandIn:
+    stand_in: StandIn = support("kernel_stand_in").StandIn()
     monkeypatch.setattr(fused, "fused_attention", stand_in)
     monkeypatch.setattr(fused, "trusted", lambda *_: True)
     return stand_in
@@ -193,11 +159,15 @@ def test_kernel_that_cannot_run_here_is_not_trusted_and_the_log_says_why(
     ("positions", "massed"), [(0, False), (16, False), (64, True)], ids=["plain", "cope", "ccpe"]
 )
 def test_kernel_is_trusted_if_and_only_if_it_agrees(
-    monkeypatch: pytest.MonkeyPatch, positions: int, massed: bool, slotted: bool, page_size: int
+    monkeypatch: pytest.MonkeyPatch,
+    stand_in: StandIn,
+    positions: int,
+    massed: bool,
+    slotted: bool,
+    page_size: int,
 ) -> None:
     device = torch.device("cpu")
     kind = trust.Kind(device, torch.float32, 40, 2, positions, TILE, slotted, massed, page_size)
-    stand_in = StandIn()
     monkeypatch.setattr(trust, "fused_attention", stand_in)
     assert trust.trusted.__wrapped__(kind)
     assert stand_in.calls == [(TILE.rows, positions > 0, slotted)]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
 import numpy as np
 import pytest
+import torch
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Grammar, Sampling
 from cacheslide_agents.chunks import Role, Span
@@ -282,17 +284,43 @@ def test_prompt_log_probabilities_switch_reuse_off_and_the_receipt_says_so(
 
 
 def test_masked_attention_agrees_with_the_engines_kernels(
-    backend: Any, lab: ModuleType, namespace: str, monkeypatch: pytest.MonkeyPatch
+    backend: Any,
+    lab: ModuleType,
+    namespace: str,
+    monkeypatch: pytest.MonkeyPatch,
+    support: Callable[[str], ModuleType],
 ) -> None:
-    from vllm_cacheslide.attention import Masked
+    from vllm_cacheslide import masked
 
     first, second = lab.turns(45, 700)
     lab.ask(backend, lab.request(first, REUSE, namespace=namespace, retain=True))
     runs = lab.ask(backend, lab.request(second, REUSE, namespace=namespace))
     layers = lab.working(backend)._prefill.layers
-    masked = Masked(layers.attention, layers.decoder.attentions, layers.paged)
-    monkeypatch.setattr(layers, "attention", masked)
-    assert lab.ask(backend, lab.request(second, REUSE, namespace=namespace)).equals(runs)
+    paged, stand_in = layers.paged, support("kernel_stand_in").StandIn()
+
+    def reused(way: Any) -> Any:
+        made = masked.Masked(layers.attention, layers.decoder.attentions, way)
+        with monkeypatch.context() as patch:
+            patch.setattr(layers, "attention", made)
+            return lab.ask(backend, lab.request(second, REUSE, namespace=namespace))
+
+    assert reused(masked.BySdpa(paged)).equals(runs)
+    monkeypatch.setattr(masked, "fused_attention", stand_in)
+    assert reused(masked.ByKernel(paged)).equals(runs)  # a CPU's pages are the engine's to read
+    assert stand_in.calls == []
+    monkeypatch.setattr(paged, "pages", lambda layer: unpacked(paged, layer))
+    monkeypatch.setattr(masked, "_has_kernel", lambda *_: True)
+    assert reused(masked.ByKernel(paged)).equals(runs)
+    active = runs.receipt.active_tokens - 1  # the last token is vLLM's
+    assert stand_in.calls == [(active, False, True)] * backend.layers
+
+
+def unpacked(paged: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All pages of a layer as a GPU has them."""
+    size, cache = paged.kernel_block_size, paged._attentions[layer].kv_cache
+    keys, values = paged.read(layer, torch.arange(len(cache) * size))
+    keys, values = (each.unflatten(0, (-1, size)).transpose(1, 2) for each in (keys, values))
+    return keys, values
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from cacheslide_agents.position.contextual import CanonicalMass
-from cacheslide_agents.position.kernels import Tiling, covers, fused_attention, has_triton
+from cacheslide_agents.position.kernels import fused_attention, has_triton
 from cacheslide_agents.position.kernels.trust import Kind, trusted
 from torch_cacheslide.attention import (
     ATTENTION_NAME,
@@ -67,14 +67,16 @@ def _trusted_for(
     slots: Tensor | None,
     masses: Sequence[CanonicalMass],
 ) -> bool:
-    _, heads, rows, head_dim = query.shape
-    positions = 0 if embedding is None else embedding.shape[1]
-    if not covers(query.dtype, head_dim, positions) or query.requires_grad:
+    if query.requires_grad:
         return False
-    tiling = Tiling.of(rows, head_dim, query.dtype, embedding is not None)
-    groups, slotted = heads // key.shape[1], slots is not None
-    of_query = (query.device, query.dtype, head_dim)
-    return trusted(Kind(*of_query, groups, positions, tiling, slotted, bool(masses)))
+    kind = Kind.of(
+        query[0],
+        key.shape[1],
+        positions=0 if embedding is None else embedding.shape[1],
+        slotted=slots is not None,
+        massed=bool(masses),
+    )
+    return kind.covered and trusted(kind)
 
 
 def attention_for(device: str, kernels: bool) -> str:

@@ -14,17 +14,18 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from cacheslide_agents.errors import UnsupportedModelError
 from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.rotary import Rotary
-from vllm_cacheslide.attention import Masked, RowAttention, Runs
+from vllm_cacheslide.attention import RowAttention, Runs
 from vllm_cacheslide.cope.runs import CopeRuns
 from vllm_cacheslide.decoder import Decoder
 from vllm_cacheslide.identity import fingerprint
 from vllm_cacheslide.keeping import Keeping
+from vllm_cacheslide.masked import ByKernel, BySdpa, Masked
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.passes import LayerPass
 from vllm_cacheslide.prefill import SelectivePrefill
 from vllm_cacheslide.receipts import Receipts
 from vllm_cacheslide.restoring import Restored
-from vllm_cacheslide.settings import Settings
+from vllm_cacheslide.settings import AttentionKind, Settings
 from vllm_cacheslide.storage import Rank, open_store
 from vllm_cacheslide.support import position_of
 from vllm_cacheslide.working import Working
@@ -54,13 +55,9 @@ def assemble(
     with torch.inference_mode():
         paged.check()
     most_rows = config.scheduler_config.max_num_batched_tokens
-    contextual = isinstance(position, Contextual)
-    if contextual and settings.attention == "masked":
-        raise UnsupportedModelError("attention='masked' knows no contextual positions; use 'runs'")
-    of_position = CopeRuns if contextual else Runs
+    of_position = CopeRuns if isinstance(position, Contextual) else Runs
     runs = of_position(config, decoder.attentions, spec, paged, most_rows)
-    masked = settings.attention == "masked"
-    attention: RowAttention = Masked(runs, decoder.attentions, paged) if masked else runs
+    attention = _attention(settings.attention, runs, decoder, paged)
     layers = LayerPass(decoder, paged, attention, settings.prefetch)
     rank = Rank.of(config, get_tensor_model_parallel_rank())
     model_digest = fingerprint(config)
@@ -75,3 +72,13 @@ def assemble(
         decoder.layers,
         ages=settings.ttl_s is not None,
     )
+
+
+def _attention(
+    kind: AttentionKind, runs: Runs, decoder: Decoder, paged: PagedCache
+) -> RowAttention:
+    if kind == "runs":
+        return runs
+    if isinstance(runs, CopeRuns):
+        raise UnsupportedModelError(f"attention={kind!r} knows no contextual positions; use 'runs'")
+    return Masked(runs, decoder.attentions, ByKernel(paged) if kind == "fused" else BySdpa(paged))

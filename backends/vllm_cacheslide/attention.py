@@ -6,15 +6,14 @@ rows' keys and values to their slots and attend to all that stands before each r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
@@ -109,70 +108,6 @@ class Runs:
             blocks = tables[run.job]
             table[row, : len(blocks)] = blocks
         return torch.from_numpy(table)
-
-
-class Masked:
-    """The same by PyTorch's SDPA over gathered keys with an explicit mask; slow, for checks."""
-
-    def __init__(self, runs: Runs, attentions: list[Attention], paged: PagedCache) -> None:
-        self._runs, self._attentions, self._paged = runs, attentions, paged
-
-    @contextmanager
-    def entered(self, batch: Batch, slots: Tensor, positions: Tensor) -> Iterator[None]:
-        with self._runs.entered(batch, slots, positions), ExitStack() as swapped:
-            for layer, attention in enumerate(self._attentions):
-                swapped.callback(setattr, attention, "impl", attention.impl)
-                attention.impl = _Sdpa(attention.impl, self._attend(batch, layer))
-            yield
-
-    def _attend(self, batch: Batch, layer: int) -> Callable[[Tensor, float], Tensor]:
-        def attend(queries: Tensor, scale: float) -> Tensor:
-            parts: list[Tensor] = []
-            done = 0
-            for job, rows in batch.parts:
-                mine = queries[done : done + len(rows)]
-                done += len(rows)
-                keys, values = self._paged.read(
-                    layer, self._paged.slots(job.blocks, np.arange(rows[-1] + 1))
-                )
-                mask = torch.arange(len(keys)) <= torch.from_numpy(rows)[:, None]
-                attended = scaled_dot_product_attention(
-                    mine.transpose(0, 1)[None],
-                    keys.transpose(0, 1)[None],
-                    values.transpose(0, 1)[None],
-                    attn_mask=mask[None, None].to(keys.device),
-                    scale=scale,
-                    enable_gqa=True,
-                )
-                parts.append(attended[0].transpose(0, 1))
-            return torch.cat(parts)
-
-        return attend
-
-
-class _Sdpa:
-    """An attention implementation that writes like `inner` and attends by `attend`."""
-
-    def __init__(self, inner: Any, attend: Callable[[Tensor, float], Tensor]) -> None:
-        self._inner, self._attend = inner, attend
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def forward(
-        self,
-        layer: object,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: object,
-        output: Tensor,
-        *_: object,
-        **__: object,
-    ) -> Tensor:
-        output.copy_(self._attend(query, self._inner.scale))
-        return output
 
 
 def _roomy(config: VllmConfig, most_rows: int) -> VllmConfig:

@@ -56,6 +56,15 @@ class PagedCache:
         half = both.shape[-1] // 2
         return both[..., :half].clone(), both[..., half:].clone()
 
+    def pages(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """All keys and all values, as [pages, kv_heads, `kernel_block_size`, head_dim], in place;
+        `None` where the layout has no such view."""
+        attention = self._attentions[layer]
+        if getattr(attention, "isa", None) is not None or attention.kv_cache.stride(-1) != 1:
+            return None
+        keys, values = attention.kv_cache.tensor_split(2, dim=-1)
+        return keys, values
+
     def check(self) -> None:
         """`UnsupportedModelError` unless what is written can be read, bit for bit.
 

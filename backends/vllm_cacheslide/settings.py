@@ -17,7 +17,7 @@ from cacheslide_agents.policies import named
 
 GIB = 1 << 30
 _HEADER = re.compile(r"[A-Za-z0-9-]*")
-AttentionKind = Literal["runs", "masked"]
+AttentionKind = Literal["runs", "masked", "fused"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class Settings:
     the two quotas are those of `SlideStore`. `prefetch` layers are loaded ahead of
     computation (0: none, `None`: where pages must be read from SSD or copied to a device).
 
-    `attention` is how active rows attend: `runs` (the engine's own kernels) or `masked` (PyTorch's
-    SDPA over gathered keys; for checks). `profiles` are files of `cacheslide calibrate`, or folders
+    `attention` is how active rows attend: `runs` (the engine's own kernels), `fused` (ours, on CUDA
+    where it has proved right, elsewhere as `runs`) or `masked` (PyTorch's SDPA over gathered keys;
+    for checks). `profiles` are files of `cacheslide calibrate`, or folders
     of them, for a CoPE model. Only a server reads `policy`, for requests that name none,
     and `tenant_header`, which tells tenants apart besides their API keys.
     """
@@ -68,8 +69,9 @@ class Settings:
         made.check_store()
         if isinstance(made.profiles, str) or not all(isinstance(p, str) for p in made.profiles):
             raise RequestError(f"profiles={made.profiles!r} must be a list of files or folders")
-        if made.attention not in get_args(AttentionKind):
-            raise RequestError(f"attention={made.attention!r} must be 'runs' or 'masked'")
+        kinds = get_args(AttentionKind)
+        if made.attention not in kinds:
+            raise RequestError(f"attention={made.attention!r} must be one of {kinds}")
         named(made.policy)
         if not _HEADER.fullmatch(made.tenant_header):
             raise RequestError(f"tenant_header={made.tenant_header!r} is no name of a header")

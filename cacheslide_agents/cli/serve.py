@@ -64,7 +64,7 @@ def serve(
             help="Most that one tenant may keep in a worker, all its namespaces together.",
         ),
     ] = None,
-    attention: Annotated[str, typer.Option(help="Of active rows: runs or masked.")] = "runs",
+    attention: Annotated[str, typer.Option(help="Of active rows: runs, fused or masked.")] = "runs",
     profiles: options.Profiles = None,
     tenant_header: Annotated[
         str, typer.Option(help="Header that tells tenants apart, besides their API keys.")

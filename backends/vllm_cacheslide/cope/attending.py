@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
-from cacheslide_agents.position.kernels import Tiling, covers, fused_attention, has_triton
+from cacheslide_agents.position.kernels import fused_attention, has_triton
 from cacheslide_agents.position.kernels.trust import Kind, trusted
 from vllm_cacheslide.cope.sequences import Sequence
 
@@ -58,21 +58,14 @@ def slots_of(sequence: Sequence, block_size: int) -> Tensor:
 def _has_kernel(
     query: Tensor, cache: Tensor, embedding: Tensor, masses: Several[CanonicalMass]
 ) -> bool:
-    heads, rows, head_size = query.shape
-    positions = embedding.shape[1]
     if not (query.is_cuda and has_triton() and cache.dtype == query.dtype):
         return False
-    if not covers(query.dtype, head_size, positions):
-        return False
-    kind = Kind(
-        query.device,
-        query.dtype,
-        head_size,
-        heads // cache.shape[1],
-        positions,
-        Tiling.of(rows, head_size, query.dtype, contextual=True),
+    kind = Kind.of(
+        query,
+        cache.shape[1],
+        positions=embedding.shape[1],
         slotted=True,
         massed=bool(masses),
         page_size=cache.shape[2],
     )
-    return trusted(kind)
+    return kind.covered and trusted(kind)

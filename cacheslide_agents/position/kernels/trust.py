@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
-from cacheslide_agents.position.kernels.launch import Tiling, fused_attention
+from cacheslide_agents.position.kernels.launch import Tiling, covers, fused_attention
 
 PROBE_KEYS = 300
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
@@ -35,6 +36,28 @@ class Kind:
     slotted: bool = False
     massed: bool = False
     page_size: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        kv_heads: int,
+        *,
+        positions: int = 0,
+        slotted: bool = False,
+        massed: bool = False,
+        page_size: int = 0,
+    ) -> Self:
+        """For queries [heads, rows, head_dim]."""
+        heads, rows, head_dim = query.shape
+        tiling = Tiling.of(rows, head_dim, query.dtype, contextual=positions > 0)
+        at = (query.device, query.dtype, head_dim)
+        return cls(*at, heads // kv_heads, positions, tiling, slotted, massed, page_size)
+
+    @property
+    def covered(self) -> bool:
+        """Whether there is such a kernel."""
+        return covers(self.dtype, self.head_dim, self.positions)
 
 
 @cache
