@@ -21,7 +21,7 @@ from cacheslide_agents.chunks import Chunk, ChunkedPrompt, Message
 from cacheslide_agents.errors import BackendError, DataError
 from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
 from cacheslide_agents.pages.store import MemoryStore
-from cacheslide_agents.policies import Prefix
+from cacheslide_agents.policies import CacheSlide, Prefix
 from cacheslide_agents.selection import Fixed
 
 if TYPE_CHECKING:
@@ -106,6 +106,10 @@ def test_every_variant_has_a_label_of_its_own_and_never_declines() -> None:
     variants = [one for family in FAMILIES.values() for one in family()]
     assert len({one.label for one in variants}) == len(variants)
     assert not any(one.policy.may_decline for one in variants)
+
+
+def test_what_users_get_is_one_of_them() -> None:
+    assert CacheSlide().selector in [one.policy.selector for one in FAMILIES["default"]()]
 
 
 def test_the_plot_has_a_panel_a_task_and_a_line_a_selector(tmp_path: Path) -> None:

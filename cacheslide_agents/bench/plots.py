@@ -15,6 +15,8 @@ from cacheslide_agents.errors import DataError, install_hint
 
 _LEAST_KL = 1e-7
 """A logarithmic axis has no zero."""
+_DEFAULT = "cacheslide default"
+"""What users get stands out."""
 
 
 def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
@@ -41,8 +43,10 @@ def plot_frontier(study: Mapping[str, Any], path: str | Path) -> None:
     for panel, (task, here) in zip(panels, by_task.items(), strict=True):
         for label, line in _lines(here).items():
             x, y = zip(*sorted(line), strict=True)
-            color = colormaps["tab20"](labels.index(label) % 20)
-            (drawn[label],) = panel.plot(x, y, marker="o", color=color)
+            color = "black" if label == _DEFAULT else colormaps["tab20"](labels.index(label) % 20)
+            (drawn[label],) = panel.plot(
+                x, y, marker="o", color=color, zorder=3 if label == _DEFAULT else 2
+            )
         panel.set(title=task, xlabel="compute fraction", ylabel="mean KL to dense", yscale="log")
     figure.legend(list(drawn.values()), list(drawn), loc="outside lower center", ncols=3)
     figure.savefig(path)

@@ -15,11 +15,13 @@ from cacheslide_agents.bench.studies.oracle import deviating_positions
 from cacheslide_agents.policies import CacheBlend, CacheSlide, Epic, Policy, Population
 from cacheslide_agents.selection import (
     Affinity,
+    AfterRemoval,
     Boundary,
     Fixed,
     KeyCosine,
     KeyDeviation,
     Selector,
+    Tail,
     Union,
 )
 
@@ -47,6 +49,13 @@ def affinity() -> Iterator[Variant]:
         for fraction in FRACTIONS:
             chosen = Union(Affinity(fraction), Boundary(boundary))
             yield Variant(_cacheslide(chosen), f"affinity+boundary{boundary}", fraction)
+
+
+def default() -> Iterator[Variant]:
+    """What `CacheSlide()` takes, with more or less of token overlap."""
+    for fraction in (0.0, 0.01, 0.03, 0.05, 0.10):
+        chosen = Union(Affinity(fraction), Boundary(16), AfterRemoval(64), Tail(64))
+        yield Variant(_cacheslide(chosen), "default", fraction)
 
 
 def key_cosine() -> Iterator[Variant]:
@@ -94,6 +103,7 @@ def oracle(backend: Backend, populated: Populated) -> Iterator[Variant]:
 
 
 FAMILIES: Mapping[str, Callable[[], Iterator[Variant]]] = {
+    "default": default,
     "affinity": affinity,
     "key_cosine": key_cosine,
     "key_deviation": key_deviation,
