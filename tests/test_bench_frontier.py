@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cacheslide_agents.backend import GenerationRequest
-from cacheslide_agents.bench import plot_frontier
+from cacheslide_agents.bench import plot_frontier, plots
 from cacheslide_agents.bench.measure import Bench
 from cacheslide_agents.bench.studies.oracle import KeepsContexts, deviating_positions
 from cacheslide_agents.bench.studies.variants import FAMILIES, oracle
@@ -109,7 +109,9 @@ def test_every_variant_has_a_label_of_its_own_and_never_declines() -> None:
 
 
 def test_what_users_get_is_one_of_them() -> None:
-    assert CacheSlide().selector in [one.policy.selector for one in FAMILIES["default"]()]
+    variants = list(FAMILIES["default"]())
+    assert CacheSlide().selector in [one.policy.selector for one in variants]
+    assert {f"{one.policy.name} {one.selector}" for one in variants} == {plots._DEFAULT}
 
 
 def test_the_plot_has_a_panel_a_task_and_a_line_a_selector(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": "abc"}, "tools='abc' must be a list of tools"),
     ({"tool_choice": ["a"]}, r"tool_choice=\['a'\] must be 'auto'"),
     ({"parallel_tool_calls": "x"}, "parallel_tool_calls='x' must be True or False"),
+    ({"strict": "no"}, "strict='no' must be True or False"),
     ({"n": 10**6}, "n=1000000 must be from 1 to 1024"),
     ({"num_beams": 10**9}, "num_beams=1000000000 must be from 1 to 256"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty=1e-300 must be from 0.01 to 100"),

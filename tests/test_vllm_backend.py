@@ -304,13 +304,15 @@ def test_masked_attention_agrees_with_the_engines_kernels(
             patch.setattr(layers, "attention", made)
             return lab.ask(backend, lab.request(second, REUSE, namespace=namespace))
 
-    assert reused(masked.BySdpa(paged)).equals(runs)
+    assert reused(masked.SdpaAttention(paged)).equals(runs)
     monkeypatch.setattr(masked, "fused_attention", stand_in)
-    assert reused(masked.ByKernel(paged)).equals(runs)  # a CPU's pages are the engine's to read
+    assert reused(masked.FusedAttention(paged)).equals(
+        runs
+    )  # a CPU's pages are the engine's to read
     assert stand_in.calls == []
     monkeypatch.setattr(paged, "pages", lambda layer: unpacked(paged, layer))
-    monkeypatch.setattr(masked, "_has_kernel", lambda *_: True)
-    assert reused(masked.ByKernel(paged)).equals(runs)
+    monkeypatch.setattr(masked, "trusted_on_pages", lambda *_: True)
+    assert reused(masked.FusedAttention(paged)).equals(runs)
     active = runs.receipt.active_tokens - 1  # the last token is vLLM's
     assert stand_in.calls == [(active, False, True)] * backend.layers
 

@@ -90,8 +90,20 @@ def test_the_kernel_is_given_pages_and_slots_and_answers_like_torch(
     sequence = Sequence(0, 3, 10, torch.tensor([3, 8, 9]), torch.tensor([5, 1, 3]))
     wanted = attending.attend(query, cache, sequence, table, scale=0.3)
     monkeypatch.setattr(attending, "fused_attention", stand_in)
-    monkeypatch.setattr(attending, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(attending, "trusted_on_pages", lambda *_, **__: True)
     assert torch.equal(attending.attend(query, cache, sequence, table, scale=0.3), wanted)
+
+
+@pytest.mark.parametrize("kind", ["fused", "masked"])
+def test_a_cope_model_takes_no_other_attention(lab: ModuleType, kind: Any) -> None:
+    from vllm_cacheslide.assembly import _attention
+    from vllm_cacheslide.cope.runs import CopeRuns
+
+    nothing: Any = None
+    runs = CopeRuns.__new__(CopeRuns)
+    assert _attention("runs", runs, nothing, nothing) is runs
+    with pytest.raises(UnsupportedModelError, match=f"attention='{kind}': a CoPE model has"):
+        _attention(kind, runs, nothing, nothing)
 
 
 def test_a_rank_attends_with_its_own_heads_tables_and_masses(lab: ModuleType, layer: Any) -> None:

@@ -211,3 +211,22 @@ def test_what_is_written_to_a_block_is_read_back_bit_for_bit(
     assert read_values.equal(values)
     elsewhere = paged.slots([1], np.arange(block))
     assert not any(part.any() for part in paged.read(0, elsewhere))
+
+
+def test_pages_are_views_where_keys_lie_beside_values(lab: ModuleType) -> None:
+    """As on a GPU: [blocks, kv_heads, tokens, keys and values]."""
+    from vllm_cacheslide.paging import PagedCache
+
+    cache = torch.randn(3, 2, 4, 16)
+    paged = PagedCache([SimpleNamespace(kv_cache=cache)], 4)
+    both: Any = paged.pages(0)
+    slots = paged.slots([2, 0], np.arange(1, 7))
+    for pages, read in zip(both, paged.read(0, slots), strict=True):
+        assert pages.shape == (3, 2, 4, 8)
+        assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        assert pages.transpose(1, 2).flatten(0, 1)[slots].equal(read)
+    for layer in (
+        SimpleNamespace(kv_cache=torch.randn(3, 2, 16, 4).mT),
+        SimpleNamespace(kv_cache=cache, isa="vec"),
+    ):
+        assert PagedCache([layer], 4).pages(0) is None

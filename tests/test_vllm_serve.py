@@ -289,9 +289,20 @@ def test_a_server_with_a_store_folder_takes_time_to_write_it(
 
     model = str(lab.tiny_model())
     given = arguments(model, ["--shutdown-timeout", "5"], {"store_path": str(tmp_path)})
-    at = [place for place, flag in enumerate(given) if flag == "--shutdown-timeout"]
-    assert [int(given[place + 1]) for place in at] == [60, 5]
+    assert values(given, "--shutdown-timeout") == ["60", "5"]
     assert "--shutdown-timeout" not in arguments(model, [], {})
+
+
+def values(given: list[str], flag: str) -> list[str]:
+    """In their order; the last one holds."""
+    return [given[place + 1] for place, each in enumerate(given) if each == flag]
+
+
+def test_calls_are_held_to_their_schemas_unless_the_user_gives_that_up(lab: ModuleType) -> None:
+    from vllm_cacheslide.serve import arguments
+
+    given = arguments(str(lab.tiny_model()), ["--tool-strict-level", "auto"], {})
+    assert values(given, "--tool-strict-level") == ["parameter", "auto"]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from vllm_cacheslide.cope.runs import CopeRuns
 from vllm_cacheslide.decoder import Decoder
 from vllm_cacheslide.identity import fingerprint
 from vllm_cacheslide.keeping import Keeping
-from vllm_cacheslide.masked import ByKernel, BySdpa, Masked
+from vllm_cacheslide.masked import FusedAttention, Masked, SdpaAttention
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.passes import LayerPass
 from vllm_cacheslide.prefill import SelectivePrefill
@@ -80,5 +80,8 @@ def _attention(
     if kind == "runs":
         return runs
     if isinstance(runs, CopeRuns):
-        raise UnsupportedModelError(f"attention={kind!r} knows no contextual positions; use 'runs'")
-    return Masked(runs, decoder.attentions, ByKernel(paged) if kind == "fused" else BySdpa(paged))
+        raise UnsupportedModelError(
+            f"attention={kind!r}: a CoPE model has an attention of its own; use 'runs'"
+        )
+    own = FusedAttention(paged) if kind == "fused" else SdpaAttention(paged)
+    return Masked(runs, decoder.attentions, own)

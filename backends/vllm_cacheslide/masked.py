@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheslide_agents.position.kernels import fused_attention, has_triton
-from cacheslide_agents.position.kernels.trust import Kind, trusted
+from cacheslide_agents.position.kernels import fused_attention
+from cacheslide_agents.position.kernels.trust import trusted_on_pages
 from vllm_cacheslide.attention import Runs
 from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.rows import Batch, Job, Rows
@@ -29,29 +29,29 @@ Attend = Callable[[int, Tensor, float], Tensor | None]
 """Of a layer, for queries [rows, heads, head_dim] and a scale; `None` leaves it to the engine."""
 
 
-class Way(Protocol):
+class OwnAttention(Protocol):
     """`prepared(batch)`: what the layers' attention is while the batch goes through them."""
 
     def prepared(self, batch: Batch) -> Attend: ...
 
 
 class Masked:
-    """The model's layers, whose attention `way` computes."""
+    """The model's layers, whose attention `own` computes."""
 
-    def __init__(self, runs: Runs, attentions: list[Attention], way: Way) -> None:
-        self._runs, self._attentions, self._way = runs, attentions, way
+    def __init__(self, runs: Runs, attentions: list[Attention], own: OwnAttention) -> None:
+        self._runs, self._attentions, self._own = runs, attentions, own
 
     @contextmanager
     def entered(self, batch: Batch, slots: Tensor, positions: Tensor) -> Iterator[None]:
-        attend = self._way.prepared(batch)
+        attend = self._own.prepared(batch)
         with self._runs.entered(batch, slots, positions), ExitStack() as swapped:
             for layer, attention in enumerate(self._attentions):
                 swapped.callback(setattr, attention, "impl", attention.impl)
-                attention.impl = _Instead(attention.impl, partial(attend, layer))
+                attention.impl = _Substitute(attention.impl, partial(attend, layer))
             yield
 
 
-class BySdpa:
+class SdpaAttention:
     """PyTorch's SDPA over gathered keys; slow, for checks."""
 
     def __init__(self, paged: PagedCache) -> None:
@@ -82,13 +82,19 @@ class BySdpa:
         return attend
 
 
-class ByKernel:
-    """The fused kernel, which reads the pages where they lie; the engine's own where it cannot."""
+class FusedAttention:
+    """The fused kernel, which reads the pages where they lie, for rows that are scattered.
+
+    Rows side by side are left to the engine, which has faster kernels for them, and so is what the
+    fused kernel cannot read.
+    """
 
     def __init__(self, paged: PagedCache) -> None:
         self._paged = paged
 
     def prepared(self, batch: Batch) -> Attend:
+        if len(batch.runs) == len(batch.parts):
+            return lambda *_: None
         device = self._paged.device
         parts = [
             (torch.from_numpy(rows).int().to(device), _slots(self._paged, job, rows))
@@ -99,7 +105,7 @@ class ByKernel:
         def attend(layer: int, queries: Tensor, scale: float) -> Tensor | None:
             pages = self._paged.pages(layer)
             split = queries.transpose(0, 1).split_with_sizes(lengths, dim=1)
-            if pages is None or not all(_has_kernel(mine, pages[0]) for mine in split):
+            if pages is None or not all(trusted_on_pages(mine, pages[0]) for mine in split):
                 return None
             attended = [
                 fused_attention(mine, *pages, rows, scale=scale, slots=slots)
@@ -110,7 +116,7 @@ class ByKernel:
         return attend
 
 
-class _Instead:
+class _Substitute:
     """An attention implementation that writes like `inner`, and attends by `attend` if that can."""
 
     def __init__(self, inner: Any, attend: Callable[[Tensor, float], Tensor | None]) -> None:
@@ -143,11 +149,3 @@ class _Instead:
 def _slots(paged: PagedCache, job: Job, rows: Rows) -> Tensor:
     """Of everything up to a job's last row."""
     return paged.slots(job.blocks, np.arange(rows[-1] + 1))
-
-
-def _has_kernel(query: Tensor, keys: Tensor) -> bool:
-    """For queries [heads, rows, head_dim] over pages of keys."""
-    if not (query.is_cuda and has_triton() and keys.dtype == query.dtype):
-        return False
-    kind = Kind.of(query, keys.shape[1], slotted=True, page_size=keys.shape[2])
-    return kind.covered and trusted(kind)

@@ -53,6 +53,7 @@ def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> 
     ready = checked(model, settings)
     ours = ["--model", ready.model, "--served-model-name", model]
     ours += ["--kv-transfer-config", json.dumps(ready.transfer), "--worker-cls", WORKER]
+    ours += ["--tool-strict-level", "parameter"]  # calls match their schemas, as everywhere here
     if ready.settings.store_path is not None:
         ours += ["--shutdown-timeout", str(WRITING_S)]
     return [*ours, *flags]

@@ -30,11 +30,13 @@ class Settings:
     the two quotas are those of `SlideStore`. `prefetch` layers are loaded ahead of
     computation (0: none, `None`: where pages must be read from SSD or copied to a device).
 
-    `attention` is how active rows attend: `runs` (the engine's own kernels), `fused` (ours, on CUDA
-    where it has proved right, elsewhere as `runs`) or `masked` (PyTorch's SDPA over gathered keys;
-    for checks). `profiles` are files of `cacheslide calibrate`, or folders
-    of them, for a CoPE model. Only a server reads `policy`, for requests that name none,
-    and `tenant_header`, which tells tenants apart besides their API keys.
+    `attention` is how active rows attend: `runs` (the engine's own kernels), `fused` (ours for
+    scattered rows, on CUDA where it has proved right, elsewhere as `runs`) or `masked` (PyTorch's
+    SDPA over gathered keys; for checks); CoPE models have their own and take `runs` only.
+
+    `profiles` are files of `cacheslide calibrate`, or folders of them, for a CoPE model. Only a
+    server reads `policy`, for requests that name none, and `tenant_header`, which tells tenants
+    apart besides their API keys.
     """
 
     store_bytes: int = 4 * GIB

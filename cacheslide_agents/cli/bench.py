@@ -87,6 +87,7 @@ def _known(
 ) -> None:
     """Names are checked before a model is loaded."""
     from cacheslide_agents.bench import STUDIES, TASKS
+    from cacheslide_agents.bench.studies import takes
     from cacheslide_agents.policies import named
 
     for kind, name, known in (("task", task, TASKS), ("study", study, STUDIES)):
@@ -95,8 +96,6 @@ def _known(
     if study is not None and policies is not None:
         raise RequestError("--policies goes with --task; a study chooses its own")
     if cope_model is not None:
-        from cacheslide_agents.bench.studies import takes
-
         pairs = [name for name in STUDIES if takes(name, "cope_model")]
         if study not in pairs:
             raise RequestError(f"--cope-model goes with --study {', '.join(pairs)}")

@@ -198,10 +198,11 @@ class ChatCacheSlide(ChatFields):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with `tools`. `tool_choice`: "auto" (calls or text), "none", "any" or
         "required" (a call), or the name of the one to call. `parallel_tool_calls=None`: several
-        calls under "auto", one where a call is forced. Calls always match their schema, with or
-        without `strict`. Raises `RequestError` for tools that cannot be described."""
+        calls under "auto", one where a call is forced. Calls match their schema, with or without
+        `strict`, here and on `cacheslide serve`; other servers are told `strict` and do as they
+        do. Raises `RequestError` for tools that cannot be described."""
         given: dict[str, Any] = {"tools": openai_tools(tools), "tool_choice": tool_choice}
-        given["parallel_tool_calls"] = parallel_tool_calls
+        given |= {"parallel_tool_calls": parallel_tool_calls, "strict": strict}
         demand({**dict.fromkeys(parameters.ANSWER), **given})
         kept = {name: value for name, value in given.items() if value not in (None, [])}
         return self.bind(**kept, **kwargs)
@@ -219,9 +220,9 @@ class ChatCacheSlide(ChatFields):
         """Answers as instances of `schema`: a pydantic class, a TypedDict or a JSON schema.
 
         `method`: "json_schema", "json_mode" (the same, but works without a schema, too) or
-        "function_calling". The answer always matches, with or without `strict`, unless it is cut
-        off: `OutputParserException` then says so. With `tools` the model may call them instead;
-        such an answer stays a message.
+        "function_calling". The answer matches, with or without `strict` (of servers see
+        `bind_tools`), unless it is cut off: `OutputParserException` then says so. With `tools` the
+        model may call them instead; such an answer stays a message.
         """
         structured.check_method(method, schema, tools)
         binding = structured.binding(method, schema, strict)

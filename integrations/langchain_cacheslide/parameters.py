@@ -31,7 +31,7 @@ LOGPROBS = ("logprobs", "top_logprobs")
 ROUTING = ("namespace", "task", "session", "reuse", "policy")
 CONNECTION = ("model", "timeout", "max_retries")
 SETTINGS = (*SAMPLING, *LOGPROBS, *ROUTING, *CONNECTION)
-ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "grammar")
+ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "strict", "response_format", "grammar")
 """What only a call or a binding says."""
 _NEEDED = frozenset(SAMPLING) - {"seed", "stop"} | {"namespace", "reuse", "model", "max_retries"}
 """For these `None` means nothing but "not given"; for the others it is a value, too."""
@@ -42,8 +42,6 @@ DENSE = "recompute"
 
 _LANGCHAIN_OWN = frozenset({"stream"})
 """Keyword arguments that langchain-core itself acts on and hands down all the same."""
-_IMPLIED = frozenset({"strict"})
-"""Calls and schemas are always kept to: there is nothing to switch on."""
 
 
 def merge(
@@ -62,7 +60,7 @@ def merge(
             continue
         if name in merged:
             merged[name] = value
-        elif value is not None and name not in _LANGCHAIN_OWN | _IMPLIED:
+        elif value is not None and name not in _LANGCHAIN_OWN:
             known = ", ".join((*SETTINGS, *ANSWER))
             raise RequestError(
                 f"ChatCacheSlide, argument {name!r}: no such argument; known: {known}"
@@ -160,6 +158,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, bool | None),
         "True or False, or None",
     ),
+    "strict": (lambda value: isinstance(value, bool | None), "True or False, or None"),
     "grammar": (
         lambda value: (
             value is None

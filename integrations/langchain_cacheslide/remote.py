@@ -40,10 +40,11 @@ class RemoteChat:
     chunks for a plan; one that encodes with the server's own tokenizer binds plans to token ids.
 
     Settings: `temperature`, `max_tokens`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `stop`, `logprobs`, `top_logprobs`, `n`, `namespace`, `task`, `session`, `reuse`, `policy`. One
-    that is absent or `None` is left to the server, and so are `top_k`, `min_p` and
-    `repetition_penalty` at their off values. Every failure is a `CacheSlideError`, mostly a
-    `ServerError`, whose `partial` keeps the text of an answer that broke off.
+    `stop`, `logprobs`, `top_logprobs`, `n`, `parallel_tool_calls`, `strict`, `namespace`, `task`,
+    `session`, `reuse`, `policy`. One that is absent or `None` is left to the server, and so are
+    `top_k`, `min_p` and `repetition_penalty` at their off values. Every failure is a
+    `CacheSlideError`, mostly a `ServerError`, whose `partial` keeps the text of an answer that
+    broke off.
     """
 
     def __init__(

@@ -50,11 +50,13 @@ def body_of(
         body["n"] = settings["n"]
     body |= _logprobs(settings)
     if tools:
-        body["tools"] = [convert_to_openai_tool(tool) for tool in tools]
+        body["tools"] = [_tool(tool, settings.get("strict")) for tool in tools]
+        if settings.get("parallel_tool_calls") is False:
+            body["parallel_tool_calls"] = False
         if tool_choice is not None:
             body["tool_choice"] = _choice(tool_choice, body["tools"])
     if response_format is not None:
-        body["response_format"] = dict(response_format)
+        body["response_format"] = _format(response_format)
     return body
 
 
@@ -84,6 +86,22 @@ def as_openai(message: BaseMessage) -> dict[str, Any]:
     if isinstance(message, AIMessage) and message.invalid_tool_calls:
         result["tool_calls"] = [*result.get("tool_calls", []), *_unreadable(message)]
     return result
+
+
+def _format(given: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON mode knows no schema in OpenAI's API, and vLLM would drop it."""
+    if given.get("type") != "json_object" or given.get("schema") is None:
+        return dict(given)
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
+
+
+def _tool(tool: Any, strict: bool | None) -> dict[str, Any]:
+    """`strict`: whether its calls shall match its schema, where it does not say so itself."""
+    converted = convert_to_openai_tool(tool)
+    function = converted.get("function", {})
+    if strict is None or not function or "strict" in function:
+        return converted
+    return convert_to_openai_tool(function, strict=strict)
 
 
 def _expect_unicode(place: int, content: Any) -> None:

@@ -61,6 +61,9 @@ class ServedCall:
     @property
     def _args(self) -> tuple[Any, ...]:
         settings = {name: self.settings[name] for name in _SENT if name not in _LOCAL}
+        settings["strict"] = self.settings["strict"]
+        if self.demand.reads_calls:
+            settings["parallel_tool_calls"] = self.demand.parallel
         tools = list(self.demand.tools) or None
         return (
             self.messages,

@@ -48,6 +48,8 @@ def binding(method: str, schema: Schema | None, strict: bool | None) -> dict[str
     bound: dict[str, Any] = {}
     if schema is not None and _is_traceable(schema):
         bound["ls_structured_output_format"] = {"kwargs": kwargs, "schema": schema}
+    if strict is not None:
+        bound["strict"] = strict
     if method != "function_calling":
         return {**bound, "response_format": _response_format(method, schema, strict)}
     tool = openai_tool(schema)  # type: ignore[arg-type]

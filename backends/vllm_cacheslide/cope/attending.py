@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
-from cacheslide_agents.position.kernels import fused_attention, has_triton
-from cacheslide_agents.position.kernels.trust import Kind, trusted
+from cacheslide_agents.position.kernels import fused_attention
+from cacheslide_agents.position.kernels.trust import trusted_on_pages
 from vllm_cacheslide.cope.sequences import Sequence
 
 
@@ -30,8 +30,8 @@ def attend(
 
     Returns [heads, n, head_size].
     """
-    if _has_kernel(query, cache, embedding, masses):
-        keys, values = cache.tensor_split(2, dim=-1)
+    keys, values = cache.tensor_split(2, dim=-1)
+    if trusted_on_pages(query, keys, positions=embedding.shape[1], massed=bool(masses)):
         return fused_attention(
             query,
             keys,
@@ -53,19 +53,3 @@ def slots_of(sequence: Sequence, block_size: int) -> Tensor:
     """int64 [length]: where in the cache each token lies."""
     within = torch.arange(block_size, device=sequence.blocks.device)
     return (sequence.blocks[:, None] * block_size + within).flatten()[: sequence.length]
-
-
-def _has_kernel(
-    query: Tensor, cache: Tensor, embedding: Tensor, masses: Several[CanonicalMass]
-) -> bool:
-    if not (query.is_cuda and has_triton() and cache.dtype == query.dtype):
-        return False
-    kind = Kind.of(
-        query,
-        cache.shape[1],
-        positions=embedding.shape[1],
-        slotted=True,
-        massed=bool(masses),
-        page_size=cache.shape[2],
-    )
-    return kind.covered and trusted(kind)

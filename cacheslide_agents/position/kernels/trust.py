@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
-from cacheslide_agents.position.kernels.launch import Tiling, covers, fused_attention
+from cacheslide_agents.position.kernels.launch import Tiling, covers, fused_attention, has_triton
 
 PROBE_KEYS = 300
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2, torch.float32: 1e-3}
@@ -72,6 +72,19 @@ def trusted(kind: Kind) -> bool:
         log.warning("fused kernel is %g off for %s: torch instead", error, kind)
         return False
     return True
+
+
+def trusted_on_pages(
+    query: Tensor, key: Tensor, *, positions: int = 0, massed: bool = False
+) -> bool:
+    """Whether there is a trusted kernel for queries [heads, rows, head_dim] over pages of keys
+    [pages, kv_heads, page_size, head_dim], whose tokens lie in any slots."""
+    if not (query.is_cuda and has_triton() and key.dtype == query.dtype):
+        return False
+    _, kv_heads, page_size, _ = key.shape
+    of_pages = partial(Kind.of, slotted=True, page_size=page_size)
+    kind = of_pages(query, kv_heads, positions=positions, massed=massed)
+    return kind.covered and trusted(kind)
 
 
 def _probe(kind: Kind) -> float:
