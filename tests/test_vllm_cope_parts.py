@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from cacheslide_agents.errors import UnsupportedModelError
-from cacheslide_agents.position.contextual import CanonicalMass, contextual_attention
+from cacheslide_agents.position.contextual import CanonicalMass
 from cacheslide_agents.position.profile import CanonicalRows
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
@@ -75,23 +76,20 @@ def test_scattered_blocks_and_padding_are_attended_as_one_row_of_keys(
 
 
 def test_the_kernel_is_given_pages_and_slots_and_answers_like_torch(
-    lab: ModuleType, monkeypatch: pytest.MonkeyPatch
+    lab: ModuleType, monkeypatch: pytest.MonkeyPatch, support: Callable[[str], ModuleType]
 ) -> None:
     """Where it runs; here torch stands in for it."""
     from vllm_cacheslide.cope import attending
     from vllm_cacheslide.cope.sequences import Sequence
 
-    def stand_in(query: Any, key: Any, value: Any, rows: Any, *, slots: Any, **rest: Any) -> Any:
-        assert rows.dtype == torch.int32
-        keys, values = (each[slots // 4, :, slots % 4].transpose(0, 1) for each in (key, value))
-        return contextual_attention(query, keys, values, rows=rows, **rest)
-
     cache, query, table = torch.randn(6, 2, 4, 16), torch.randn(4, 3, 8), torch.randn(4, 5, 8)
     sequence = Sequence(0, 3, 10, torch.tensor([3, 8, 9]), torch.tensor([5, 1, 3]))
     wanted = attending.attend(query, cache, sequence, table, scale=0.3)
+    stand_in = support("kernel_stand_in").StandIn()
     monkeypatch.setattr(attending, "fused_attention", stand_in)
     monkeypatch.setattr(attending, "trusted_on_pages", lambda *_, **__: True)
     assert torch.equal(attending.attend(query, cache, sequence, table, scale=0.3), wanted)
+    assert stand_in.calls == [(3, True, True)]
 
 
 @pytest.mark.parametrize("kind", ["fused", "masked"])

@@ -21,7 +21,7 @@ from langchain_cacheslide.results import PROVIDER
 if TYPE_CHECKING:
     from langchain_cacheslide.remote import RemoteChat
 
-_SENT = frozenset((*parameters.SAMPLING, *parameters.LOGPROBS, *parameters.ROUTING))
+_SENT = frozenset((*parameters.SAMPLING, *parameters.LOGPROBS, *parameters.ROUTING, "strict"))
 _LOCAL = {"num_beams": 1, "length_penalty": 1.0}
 """What OpenAI's API has no word for, with the value that changes nothing."""
 
@@ -61,7 +61,6 @@ class ServedCall:
     @property
     def _args(self) -> tuple[Any, ...]:
         settings = {name: self.settings[name] for name in _SENT if name not in _LOCAL}
-        settings["strict"] = self.settings["strict"]
         if self.demand.reads_calls:
             settings["parallel_tool_calls"] = self.demand.parallel
         tools = list(self.demand.tools) or None

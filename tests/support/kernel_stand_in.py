@@ -34,6 +34,7 @@ class StandIn:
         masses: Sequence[CanonicalMass] = (),
         tiling: Tiling | None = None,
     ) -> Tensor:
+        assert rows.dtype == torch.int32
         self.calls.append((query.shape[1], embedding is not None, slots is not None))
         if key.dim() == 4:
             key, value = (pages.transpose(0, 1).flatten(1, 2) for pages in (key, value))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Self
 
 import torch
@@ -82,8 +82,9 @@ def trusted_on_pages(
     if not (query.is_cuda and has_triton() and key.dtype == query.dtype):
         return False
     _, kv_heads, page_size, _ = key.shape
-    of_pages = partial(Kind.of, slotted=True, page_size=page_size)
-    kind = of_pages(query, kv_heads, positions=positions, massed=massed)
+    kind = Kind.of(
+        query, kv_heads, positions=positions, slotted=True, massed=massed, page_size=page_size
+    )
     return kind.covered and trusted(kind)
 
 
