@@ -218,7 +218,7 @@ def test_cancelling_ends_the_search(tiny: TorchBackend) -> None:
         asked.append(True)
         return len(asked) == 3
 
-    with tiny._prefilled(request, 200 * decoding.width) as prompted:
+    with tiny._work.prefilled(request, 200 * decoding.width) as prompted:
         growth = prompted.growth(tiny._runtime, decoding.width)
         steps = list(decoding.steps(prompted.prefilled.logits[-1], growth, cancelled))
     assert len(steps) == 3 and steps[-1].finish_reason == "cancelled"

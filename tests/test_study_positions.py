@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from cacheslide_agents.bench import run_study
+from cacheslide_agents.bench.bootstrap import mean_interval
 from cacheslide_agents.bench.curve_plot import plot_curves
+from cacheslide_agents.bench.metrics import first_line, token_f1
+from cacheslide_agents.bench.results import write_json
+from cacheslide_agents.bench.runner import window_limits
+from cacheslide_agents.bench.studies.answer_turns import answer_drafts
 from cacheslide_agents.bench.studies.layers import layer_curves
 from cacheslide_agents.bench.studies.padding import changed_update, padded
 from cacheslide_agents.bench.studies.pmkd import CHUNK, HEAD, UPDATE, Passage
@@ -23,6 +28,7 @@ from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.position.profile import Profile
+from cacheslide_agents.prompt.chat import ChatEncoder
 from torch_cacheslide import TorchBackend
 from torch_cacheslide.cope import cope_from_llama
 
@@ -98,6 +104,41 @@ def test_padding_compares_a_fixed_window_with_free_length(data: Path, tiny_model
     assert free[64] > 0
     assert dense[64] > 0
     assert reused[64] != reused[0]  # the filler is in the prompt that is scored
+
+
+def generated(model: str, prompt: EncodedPrompt) -> str:
+    """The first line of a greedy answer, by transformers alone."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model)
+    ids = torch.tensor([prompt.ids])
+    answer = loaded.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    text = AutoTokenizer.from_pretrained(model).decode(answer, skip_special_tokens=True)
+    return first_line(text)
+
+
+def test_a_converted_models_answers_stand_beside_its_bases(
+    data: Path, tiny_model: str, cope: str, smollm2_tokenizer: Any
+) -> None:
+    found = study("converted", data, tiny_model, cope_model=cope, limit=2)
+    encode = ChatEncoder(smollm2_tokenizer).encode
+    window = AutoConfig.from_pretrained(tiny_model).max_position_embeddings
+    drafts = answer_drafts(data, window_limits(smollm2_tokenizer, window, encode, 4096), seed=0)
+    turns = [draft.build() for draft in drafts["reflexion"][:2]]
+    assert [row["id"] for row in found["rows"]] == [turn.id for turn in turns if turn]
+    for row, turn in zip(found["rows"], turns, strict=True):
+        assert turn is not None
+        prompt = encode(turn.measure)
+        assert row["prompt_tokens"] == len(prompt.ids)
+        for way, model in (("base", tiny_model), ("converted", cope)):
+            assert row[way] == generated(model, prompt)
+            assert row[f"f1_{way}"] == token_f1(row[way], turn.answers)
+    (point,) = found["points"]
+    assert (point["n"], point["questions"], point["changed"]) == (2, 11, 1.0)
+    resumed = {**found, "rows": [row | {"f1_converted": 1.0} for row in found["rows"]]}
+    write_json(data / "converted.json", resumed)
+    (point,) = study("converted", data, tiny_model, cope_model=cope, limit=2, resume=True)["points"]
+    gains = [1.0 - row["f1_base"] for row in found["rows"]]
+    assert point["f1_difference"] == pytest.approx(np.mean(gains))
+    assert (point["f1_low"], point["f1_high"]) == pytest.approx(mean_interval(gains))
 
 
 def test_a_padded_update_is_equally_long_in_both_turns() -> None:

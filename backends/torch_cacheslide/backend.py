@@ -8,39 +8,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from contextlib import aclosing
 from functools import partial
 from os import PathLike
-from threading import Lock
-from time import perf_counter
 from typing import Any, cast
 
 import torch
 
-from cacheslide_agents.backend import GenerationChunk, GenerationRequest, Receipt, Scores
+from cacheslide_agents.backend import GenerationChunk, GenerationRequest, Scores
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.base import PageStore
 from cacheslide_agents.policies import CacheSlide
-from cacheslide_agents.policies.base import Policy, Population
+from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.canonical import ProfilePaths, Profiles
-from cacheslide_agents.policies.checks import Checks, policy_of
+from cacheslide_agents.policies.checks import Checks
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.guard import DEFAULT_BUDGET, QualityGuard
 from cacheslide_agents.position.contextual import Contextual
 from cacheslide_agents.position.profile import Profile
+from torch_cacheslide.answering import Answering
 from torch_cacheslide.calibration import Calibration
 from torch_cacheslide.canonical import cope_model
-from torch_cacheslide.engine import Engine, Job
+from torch_cacheslide.engine import Engine
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
-from torch_cacheslide.grammar import Constraint
 from torch_cacheslide.idle import IdleWork
 from torch_cacheslide.load import Decoupling, Loading
 from torch_cacheslide.models import load_model
 from torch_cacheslide.options import checked
-from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.remember import Refresh
 from torch_cacheslide.runtime import Runtime
 from torch_cacheslide.storage import Storage
@@ -115,7 +111,6 @@ class TorchBackend:
         self._checks = Checks(int(config.vocab_size), self.max_model_len)
         ends = ends_of(loaded.model, loaded.tokenizer)
         self._writer = Writer(loaded.tokenizer, self._checks.vocabulary, ends)
-        self._policy: Policy = policy if policy is not None else CacheSlide()
         cost = CostModel.from_config(config)
         self.position = rotary = position_of(config)
         if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
@@ -136,26 +131,28 @@ class TorchBackend:
             profiles=self._profiles,
         )
         self._engine = Engine(f"cacheslide-{self.model_id}")
-        self._idle = IdleWork(self._runtime, self._engine, self._policy)
-        self._counts: dict[str, float] = {}
-        self._counts_lock = Lock()
+        policy = policy if policy is not None else CacheSlide()
+        self._idle = IdleWork(self._runtime, self._engine, policy)
+        self._work = Answering(self._runtime, self._writer, self._idle, policy, self.max_model_len)
 
     def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
         self._checks.prompt(request.prompt_ids)
-        return self._engine.stream(partial(self._answer, request, self._writer.start(request)))
+        return self._engine.stream(partial(self._work.answer, request, self._writer.start(request)))
 
     def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """The same for asyncio; cancelling the task cancels the request."""
         self._checks.prompt(request.prompt_ids)
         if request.grammar is None:
-            return self._engine.astream(partial(self._answer, request, None))
+            return self._engine.astream(partial(self._work.answer, request, None))
         return self._aconstrained(request)
 
     async def _aconstrained(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """A grammar takes up to seconds to compile: neither the event loop nor the worker waits."""
         start = await asyncio.to_thread(self._writer.start, request)
-        async with aclosing(self._engine.astream(partial(self._answer, request, start))) as chunks:
+        async with aclosing(
+            self._engine.astream(partial(self._work.answer, request, start))
+        ) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -163,13 +160,13 @@ class TorchBackend:
         """Log-probabilities of every vocabulary entry before each continuation token."""
         room = self._checks.ids("continuation_ids", continuation_ids)
         self._checks.prompt(request.prompt_ids, room)
-        (scores,) = self._engine.stream(lambda job: self._score(request, continuation_ids, job))
+        (scores,) = self._engine.stream(partial(self._work.score, request, continuation_ids))
         return cast(Scores, scores)
 
     def warm(self, request: GenerationRequest) -> None:
         """Fill the store with what the policy will look for when a prompt like this one comes."""
         self._checks.prompt(request.prompt_ids)
-        list(self._engine.stream(lambda _: self._warm(request)))
+        list(self._engine.stream(lambda _: self._work.warm(request)))
 
     def pin(self, session: str, namespace: str = "default") -> None:
         self.store.pin(session, namespace)
@@ -200,75 +197,13 @@ class TorchBackend:
         return self._engine.settle(timeout)
 
     def metrics(self) -> Mapping[str, float]:
-        with self._counts_lock:
-            return {**self._counts, **self._idle.metrics(), **self.store.metrics()}
+        return {**self._work.metrics(), **self._idle.metrics(), **self.store.metrics()}
 
     def close(self) -> None:
         self._engine.close()
         self._idle.close()
         self._storage.close()
 
-    def _answer(self, request: GenerationRequest, start: Constraint | None, job: Job) -> None:
-        queued = perf_counter()
-        limit = min(request.sampling.max_tokens, self.max_model_len - len(request.prompt_ids))
-        decoding = self._writer.decoding(request, start, limit)
-        with self._prefilled(request, limit * decoding.width) as prompted:
-            growth = prompted.growth(self._runtime, decoding.width)
-            receipt: Receipt | None = None
-            for step in decoding.steps(prompted.prefilled.logits[-1], growth, job.cancelled.is_set):
-                receipt = receipt or self._timed(prompted, job, queued)
-                job.emit(step.chunk(receipt))
-            if request.retain:
-                self._runtime.remember(prompted, growth.keep(decoding.tip))
-        self._count(prompted.receipt)
-
-    def _score(self, request: GenerationRequest, continuation: Sequence[int], job: Job) -> None:
-        queued = perf_counter()
-        with self._prefilled(request, len(continuation)) as prompted:
-            receipt = self._timed(prompted, job, queued)
-            logits = prompted.prefilled.logits
-            if len(continuation) > 1:
-                more = prompted.continuation(self._runtime).append(list(continuation[:-1]))
-                logits = torch.cat([logits, more])
-            logprobs = torch.log_softmax(logits, dim=-1).float().cpu().numpy()
-        self._count(prompted.receipt)
-        job.emit(Scores(logprobs, receipt))
-
-    def _warm(self, request: GenerationRequest) -> None:
-        policy = policy_of(request, self._policy)
-        if policy.population is Population.ISOLATED:
-            with torch.inference_mode():
-                self._runtime.populate_chunks(request, policy)
-        elif policy.population is Population.CONTEXT:
-            with self._prefilled(request, room=0) as prompted:
-                self._runtime.remember(prompted, [])
-
-    @contextmanager
-    def _prefilled(self, request: GenerationRequest, room: int) -> Iterator[Prompted]:
-        """Its prompt, prefilled; what it reuses is held until the end of the block."""
-        policy = policy_of(request, self._policy)
-        with torch.inference_mode(), self._runtime.prefill(request, policy, room) as prompted:
-            self._idle.after(prompted)
-            yield prompted
-
-    def _timed(self, prompted: Prompted, job: Job, queued: float) -> Receipt:
-        return replace(
-            prompted.receipt,
-            ttft_s=perf_counter() - job.submitted,
-            queue_s=queued - job.submitted,
-        )
-
     def _fitting(self, prompt: EncodedPrompt) -> EncodedPrompt:
         self._checks.prompt(prompt.ids)
         return prompt
-
-    def _count(self, receipt: Receipt) -> None:
-        with self._counts_lock:
-            for name, value in {
-                "requests": 1,
-                f"outcome_{receipt.outcome}": 1,
-                "prompt_tokens": receipt.prompt_tokens,
-                "reused_tokens": receipt.reused_tokens,
-                "active_tokens": receipt.active_tokens,
-            }.items():
-                self._counts[name] = self._counts.get(name, 0) + value

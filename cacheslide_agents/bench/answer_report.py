@@ -12,7 +12,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from cacheslide_agents.bench.points import checked_points
-from cacheslide_agents.bench.studies.answers import METRICS, OUTCOMES
+from cacheslide_agents.bench.studies.answers import OUTCOMES
+from cacheslide_agents.bench.studies.scored import METRICS
 from cacheslide_agents.errors import DataError
 
 _COLUMNS = ("task", "n", "score", "dense", "reuse", "difference", "95 %", "changed", "outcomes")

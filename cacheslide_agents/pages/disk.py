@@ -20,8 +20,9 @@ from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages.block import Place
 from cacheslide_agents.pages.extents import Extents, Page, extent_bytes
 from cacheslide_agents.pages.geometry import Geometry
-from cacheslide_agents.pages.index import ContextRow, ExtentRow, Index
+from cacheslide_agents.pages.index import Index
 from cacheslide_agents.pages.lock import FolderLock
+from cacheslide_agents.pages.rows import ContextRow, ExtentRow
 from cacheslide_agents.paths import expanded
 
 log = logging.getLogger(__name__)

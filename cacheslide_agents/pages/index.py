@@ -6,58 +6,28 @@ Every row carries a digest of its fields: SQLite does not notice a flipped bit.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self, TypeVar
 from urllib.parse import quote
 
-import numpy as np
-import numpy.typing as npt
-
-from cacheslide_agents.chunks import Role, Span
 from cacheslide_agents.errors import StoreError
-from cacheslide_agents.pages.base import ContextKey, StoredContext
-from cacheslide_agents.pages.block import Place
-from cacheslide_agents.pages.extents import Sums
-from cacheslide_agents.pages.geometry import Geometry
+from cacheslide_agents.pages.rows import ContextRow, ExtentRow, digest_of
 
 log = logging.getLogger(__name__)
 NAME = "index.sqlite"
 FORMAT = 1
 APPLICATION_ID = 0x43534C44
+Row = TypeVar("Row", ExtentRow, ContextRow)
 _TABLES = """
 CREATE TABLE extents (number INTEGER PRIMARY KEY, geometry TEXT, blocks INTEGER, sums BLOB,
     digest BLOB);
 CREATE TABLE contexts (row INTEGER PRIMARY KEY AUTOINCREMENT, told TEXT, ids BLOB, exact BLOB,
     places BLOB, block_of BLOB, row_of BLOB, digest BLOB);
 """
-_EXTENT = ("number", "geometry", "blocks", "sums")
-_CONTEXT = ("told", "ids", "exact", "places", "block_of", "row_of")
-
-
-@dataclass(frozen=True)
-class ExtentRow:
-    number: int
-    geometry: Geometry
-    sums: Sums
-
-
-@dataclass(frozen=True)
-class ContextRow:
-    """Token i is row `row_of[i]` of the block at `places[block_of[i]]`. `arrived` orders them."""
-
-    context: StoredContext
-    geometry: Geometry
-    places: tuple[Place, ...]
-    block_of: npt.NDArray[np.int64]
-    row_of: npt.NDArray[np.int64]
-    arrived: int
-    row: int | None = None
 
 
 class Index:
@@ -132,28 +102,27 @@ class Index:
         return sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
 
     def extents(self) -> list[ExtentRow]:
-        return self._sound(_EXTENT, "extents", _to_extent)
+        return self._sound(ExtentRow)
 
     def contexts(self) -> list[ContextRow]:
         """Oldest first."""
-        found = self._sound(_CONTEXT, "contexts", _to_context)
-        return sorted(found, key=lambda row: row.arrived)
+        return sorted(self._sound(ContextRow), key=lambda row: row.arrived)
 
-    def _sound(self, fields: tuple[str, ...], table: str, convert: Any) -> list[Any]:
-        found: list[Any] = []
-        query = f"SELECT rowid, digest, {', '.join(fields)} FROM {table} ORDER BY rowid"
+    def _sound(self, kind: type[Row]) -> list[Row]:
+        found: list[Row] = []
+        query = f"SELECT rowid, digest, {', '.join(kind.FIELDS)} FROM {kind.TABLE} ORDER BY rowid"
         try:
             for row, digest, *values in self._connection.execute(query):
                 try:
-                    if digest != _digest(values):
+                    if digest != digest_of(values):
                         raise ValueError("its digest is another")
-                    found.append(convert(row, *values))
+                    found.append(kind.read(row, *values))
                 except (ValueError, TypeError, KeyError) as error:
                     self.damaged += 1
-                    log.warning("%s: row %s of %s left out: %s", self.path, row, table, error)
+                    log.warning("%s: row %s of %s left out: %s", self.path, row, kind.TABLE, error)
         except sqlite3.Error as error:
             self.damaged += 1
-            log.warning("%s: the rest of %s cannot be read: %s", self.path, table, error)
+            log.warning("%s: the rest of %s cannot be read: %s", self.path, kind.TABLE, error)
         return found
 
     def commit(
@@ -173,11 +142,8 @@ class Index:
                 for row in dead_contexts:
                     run("DELETE FROM contexts WHERE row = ?", (row,))
                 for extent in new_extents:
-                    self._insert("extents", _EXTENT, _from_extent(extent))
-                rows = [
-                    self._insert("contexts", _CONTEXT, _from_context(context))
-                    for context in new_contexts
-                ]
+                    self._insert(extent)
+                rows = [self._insert(context) for context in new_contexts]
                 run("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
@@ -187,10 +153,11 @@ class Index:
             raise OSError(f"{self.path} cannot be written: {error}") from error
         return rows
 
-    def _insert(self, table: str, fields: tuple[str, ...], values: list[Any]) -> int:
-        names, marks = ", ".join((*fields, "digest")), ", ".join("?" * (len(fields) + 1))
+    def _insert(self, new: ExtentRow | ContextRow) -> int:
+        values = new.values()
+        names, marks = ", ".join((*new.FIELDS, "digest")), ", ".join("?" * (len(values) + 1))
         cursor = self._connection.execute(
-            f"INSERT INTO {table} ({names}) VALUES ({marks})", [*values, _digest(values)]
+            f"INSERT INTO {new.TABLE} ({names}) VALUES ({marks})", [*values, digest_of(values)]
         )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -203,72 +170,3 @@ class Index:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _digest(values: Iterable[Any]) -> bytes:
-    import xxhash  # only files need it
-
-    hashed = xxhash.xxh3_128()
-    for value in values:
-        data = value if isinstance(value, bytes) else repr(value).encode("utf-8", "surrogatepass")
-        hashed.update(b"%d:" % len(data))
-        hashed.update(data)
-    return hashed.digest()
-
-
-def _from_extent(extent: ExtentRow) -> list[Any]:
-    sums = extent.sums.astype("<u8")
-    return [extent.number, extent.geometry.to_json(), sums.shape[1], sums.tobytes()]
-
-
-def _to_extent(_: int, number: int, geometry: str, blocks: int, sums: bytes) -> ExtentRow:
-    shape = Geometry.from_json(geometry)
-    table = np.frombuffer(sums, dtype="<u8").reshape(shape.layers, blocks)
-    return ExtentRow(number, shape, table.astype(np.uint64))
-
-
-def _from_context(row: ContextRow) -> list[Any]:
-    """Names go through JSON, which can spell whatever a caller made up, lone surrogates too."""
-    context = row.context
-    told = {
-        "key": list(astuple(context.key)),
-        "session": context.session,
-        "isolated": context.isolated,
-        "created": float(context.created),
-        "arrived": row.arrived,
-        "geometry": row.geometry.to_json(),
-        "spans": [[s.id, s.role.value, s.start, s.stop, s.digest] for s in context.spans],
-    }
-    return [
-        json.dumps(told),
-        np.asarray(context.ids, dtype="<i8").tobytes(),
-        np.asarray(context.exact, dtype=np.uint8).tobytes(),
-        np.array(row.places, dtype="<i8").tobytes(),
-        row.block_of.astype("<u4").tobytes(),
-        row.row_of.astype("u1").tobytes(),
-    ]
-
-
-def _to_context(
-    row: int, told: str, ids: bytes, exact: bytes, places: bytes, block_of: bytes, row_of: bytes
-) -> ContextRow:
-    facts = json.loads(told)
-    context = StoredContext(
-        key=ContextKey(*facts["key"]),
-        ids=np.frombuffer(ids, dtype="<i8").astype(np.int64),
-        exact=np.frombuffer(exact, dtype=np.uint8).astype(np.bool_),
-        spans=tuple(Span(i, Role(r), a, b, d) for i, r, a, b, d in facts["spans"]),
-        session=facts["session"],
-        isolated=facts["isolated"],
-        created=facts["created"],
-    )
-    pairs = np.frombuffer(places, dtype="<i8").reshape(-1, 2).tolist()
-    return ContextRow(
-        context,
-        Geometry.from_json(facts["geometry"]),
-        tuple(Place(extent, position) for extent, position in pairs),
-        np.frombuffer(block_of, dtype="<u4").astype(np.int64),
-        np.frombuffer(row_of, dtype="u1").astype(np.int64),
-        facts["arrived"],
-        row,
-    )

@@ -19,8 +19,8 @@ from cacheslide_agents.pages.eviction import Eviction
 from cacheslide_agents.pages.extents import Page, extent_bytes
 from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.holdings import Holdings
-from cacheslide_agents.pages.index import ContextRow, ExtentRow
 from cacheslide_agents.pages.packing import Packed, may_be_packed, pack
+from cacheslide_agents.pages.rows import ContextRow, ExtentRow
 
 log = logging.getLogger(__name__)
 MOST_BLOCKS = 64

@@ -22,6 +22,7 @@ __all__ = ["STUDIES", "run_study", "takes"]
 Study = Callable[..., Mapping[str, Any]]
 STUDIES = (
     "answers",
+    "converted",
     "decoupling",
     "drift",
     "episodes",

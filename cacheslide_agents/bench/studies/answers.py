@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -22,11 +23,11 @@ from typing import Any
 from uuid import uuid4
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling
-from cacheslide_agents.bench.bootstrap import mean_interval
 from cacheslide_agents.bench.measure import Encode
-from cacheslide_agents.bench.metrics import exact_match, first_line, token_f1
+from cacheslide_agents.bench.metrics import first_line
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
 from cacheslide_agents.bench.studies.answer_turns import answer_drafts, interleaved
+from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
 from cacheslide_agents.bench.workloads.base import Draft, Turn
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import BackendError, DataError
@@ -36,7 +37,7 @@ from cacheslide_agents.prompt.chat import ChatEncoder
 ANSWER_TOKENS = 24
 QUOTED = ("reflexion",)
 """Tasks whose answers may stand in the file."""
-METRICS: Mapping[str, Callable[[str, Sequence[str]], float]] = {"f1": token_f1, "em": exact_match}
+DENSE, REUSE = WAYS = ("dense", "reuse")
 OUTCOMES = ("hit", "partial", "declined", "cold", "fallback")
 Found = dict[str, Any]
 Key = tuple[str, str]
@@ -70,8 +71,8 @@ def run(
         "answer_tokens": ANSWER_TOKENS,
         "max_prompt_tokens": max_prompt_tokens,
     }
-    known = _known(earlier, about)
     questions = {task: len(some) for task, some in drafts.items()}
+    known = known_rows(earlier, about, partial(_points, questions))
     rows: dict[Key, Found | None] = {_key(turn): known.get(_key(turn)) for turn in turns}
     for number, turn in enumerate(turns):
         if rows[_key(turn)] is None:
@@ -96,6 +97,7 @@ class Asking:
         self.backend.warm(self._request(turn, before, "before", Prefix(), retain=True))
         dense, _ = self._answer(self._request(turn, prompt, "dense", Prefix(), retain=True))
         reuse, receipt = self._answer(self._request(turn, prompt, "before", self.policy))
+        answers = {DENSE: dense, REUSE: reuse}
         return {
             "task": turn.task,
             "id": turn.id,
@@ -104,13 +106,8 @@ class Asking:
             "compute_fraction": receipt.compute_fraction,
             "outcome": receipt.outcome,
             "reason": receipt.reason,
-            **{
-                f"{name}_{way}": metric(answer, turn.answers)
-                for name, metric in METRICS.items()
-                for way, answer in (("dense", dense), ("reuse", reuse))
-            },
-            "changed": dense != reuse,
-            **({"dense": dense, "reuse": reuse} if turn.task in QUOTED else {}),
+            **scored(answers, turn.answers),
+            **(answers if turn.task in QUOTED else {}),
         }
 
     def _request(
@@ -143,24 +140,6 @@ def _key(turn: Turn) -> Key:
     return turn.task, turn.id
 
 
-def _known(earlier: Mapping[str, Any] | None, about: Found) -> dict[Key, Found]:
-    """The rows of an `earlier` run that was `about` the same."""
-    if earlier is None:
-        return {}
-    for name, value in about.items():
-        if earlier.get(name) != value:
-            raise DataError(
-                f"cannot resume: the file's {name} is {earlier.get(name)!r}, not {value!r}"
-            )
-    try:
-        rows = {(row["task"], row["id"]): row for row in earlier.get("rows", ())}
-        if rows:
-            _points({task: 0 for task, _ in rows}, list(rows.values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"cannot resume: the file's rows are malformed ({error!r})") from error
-    return rows
-
-
 def _study(
     about: Found, questions: Mapping[str, int], rows: Iterable[Found | None]
 ) -> dict[str, Any]:
@@ -181,24 +160,9 @@ def _points(questions: Mapping[str, int], rows: Sequence[Found]) -> list[dict[st
                     "task": task,
                     "questions": asked,
                     "n": len(here),
-                    **{key: one for name in METRICS for key, one in _paired(here, name).items()},
-                    "changed": fmean(row["changed"] for row in here),
+                    **paired(here, WAYS),
                     "compute_fraction": fmean(row["compute_fraction"] for row in here),
                     **{outcome: outcomes[outcome] for outcome in OUTCOMES},
                 }
             )
     return found
-
-
-def _paired(rows: Sequence[Found], metric: str) -> dict[str, float]:
-    """Means of both ways and of the differences reuse - dense, with their interval."""
-    dense, reuse = ([row[f"{metric}_{way}"] for row in rows] for way in ("dense", "reuse"))
-    differences = [new - old for old, new in zip(dense, reuse, strict=True)]
-    low, high = mean_interval(differences)
-    return {
-        f"{metric}_dense": fmean(dense),
-        f"{metric}_reuse": fmean(reuse),
-        f"{metric}_difference": fmean(differences),
-        f"{metric}_low": low,
-        f"{metric}_high": high,
-    }
