@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cacheslide_agents.errors import PageError
+from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages import EVICTIONS, SlideStore, StoredContext
 
 
@@ -47,6 +48,7 @@ class Chains(RuleBasedStateMachine):
     """
 
     disk = False
+    disk_bytes = DISK_BYTES
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +64,7 @@ class Chains(RuleBasedStateMachine):
         return SlideStore(
             BLOCKS * world.BLOCK_BYTES,
             self.folder,
-            disk_bytes=DISK_BYTES,
+            disk_bytes=self.disk_bytes,
             eviction=self.eviction,
             write_ahead=False,
         )
@@ -144,7 +146,7 @@ class Chains(RuleBasedStateMachine):
                 assert torch.equal(keys, true[layer][0]) and torch.equal(values, true[layer][1])
         metrics = self.store.metrics()
         assert metrics["memory_bytes"] <= BLOCKS * world.BLOCK_BYTES
-        assert metrics.get("ssd_bytes", 0) <= DISK_BYTES
+        assert metrics.get("ssd_bytes", 0) <= self.disk_bytes
         sessions = [context.session for context in self.store.contexts()]
         assert len(sessions) == len(set(sessions)), "a session keeps one context"
 
@@ -200,7 +202,33 @@ class OnDisk(Chains):
     @rule()
     def collect(self) -> None:
         self.store.gc()
-        assert self.store.metrics()["ssd_bytes"] <= DISK_BYTES
+        assert self.store.metrics()["ssd_bytes"] <= self.disk_bytes
+
+
+class ShortOfDisk(OnDisk):
+    """An SSD tier hardly larger than memory: to write one context another one has to go."""
+
+    disk_bytes = 14 * world.BLOCK_BYTES
+
+    @rule(eviction=st.sampled_from(EVICTIONS))
+    def restart(self, eviction: Any) -> None:
+        before = {context.ids.tobytes() for context in self.store.contexts()}
+        self.store.close()
+        self.eviction = eviction
+        self.reopen()
+        assert {context.ids.tobytes() for context in self.store.contexts()} <= before
+
+    @rule()
+    def flush(self) -> None:
+        with suppress(StoreError):  # pinned contexts may leave no room
+            self.store.flush()
+
+    @rule()
+    def crash(self) -> None:
+        disk = self.store._holdings.disk
+        assert disk is not None
+        disk.close()
+        self.reopen()
 
 
 RUNS = settings(
@@ -213,6 +241,8 @@ TestInMemory = Chains.TestCase
 TestInMemory.settings = RUNS
 TestOnDisk = OnDisk.TestCase
 TestOnDisk.settings = RUNS
+TestShortOfDisk = ShortOfDisk.TestCase
+TestShortOfDisk.settings = RUNS
 
 
 def work_on(store: SlideStore, seed: int) -> int:

@@ -107,6 +107,15 @@ class Holdings:
         self.counts[reason] += 1
         self.gone[entry.context] = reason
 
+    def abandon(self, entry: Entry) -> None:
+        """Take back what was begun for an `entry` that does not come in."""
+        for block in entry.blocks:
+            block.owners.discard(entry)
+        if self.disk is not None:
+            self.disk.forget(entry.replaces)
+        for block in entry.blocks:
+            self.let_go(block)
+
     def let_go(self, block: Block) -> None:
         """Free what `block` has if nobody needs it."""
         if block.owners or block.busy:

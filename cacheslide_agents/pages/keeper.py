@@ -87,22 +87,22 @@ class Keeper:
         nbytes = sum(b.geometry.block_bytes for b in plan.new_blocks) + entry.residual_bytes
         leaving = [*going, *over]
         dying = {b for e in leaving for b in e.blocks if b.owners <= {*leaving}}
-        room = self._room.make(nbytes, exempt=dying, going=leaving)
-        free = room and self._are_free(offer, in_place, going, over)
-        if free:
-            self._replace(entry, going, over)
-            for block in plan.new_blocks:
-                holdings.host.take(block)
-            self._fill(plan, layers)
-            holdings.add(entry)
-        else:
-            for block in entry.blocks:
-                block.owners.discard(entry)
-        holdings.unhold(in_place)
-        if free:
+        room = stored = False
+        try:
+            room = self._room.make(nbytes, exempt=dying, going=leaving)
+            if room and self._are_free(offer, in_place, going, over):
+                self._replace(entry, going, over)
+                for block in plan.new_blocks:
+                    holdings.host.take(block)
+                self._fill(plan, layers)
+                holdings.add(entry)
+                stored = True
+        finally:
+            if not stored:
+                holdings.abandon(entry)
+            holdings.unhold(in_place)
+        if stored:
             return entry
-        for block in entry.blocks:
-            holdings.let_go(block)
         return self.keep(offer) if room else None
 
     def _are_free(

@@ -34,7 +34,8 @@ class Packed:
 
 
 def may_be_packed(block: Block) -> bool:
-    return block.copy is not None and 0 < block.corrected.bit_count() <= MOST_PACKED
+    few = 0 < block.corrected.bit_count() <= MOST_PACKED
+    return few and block.copy is not None and not block.busy
 
 
 def pack(dirty: Sequence[Block], arena: Arena) -> Packed:

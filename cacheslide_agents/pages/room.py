@@ -139,6 +139,8 @@ class Room:
         host = self._holdings.host
         for held in (False, True):
             for block in self._candidates(exempt, held=held):
+                if block.slot is None:
+                    continue  # making room on SSD for another one has dropped its context
                 if block.dirt and not self._save(block, exempt, needed, held):
                     return False
                 if block.slot is not None and not block.busy and not block.dirt:

@@ -56,7 +56,10 @@ class Spiller:
         return bool(self.trouble)
 
     def begin(self, blocks: Sequence[Block]) -> Spill:
-        """Of `blocks`, all whole in memory, those of the first one's geometry; they are held."""
+        """Of `blocks`, all whole in memory, those of the first one's geometry; they are held.
+
+        Who is at work on a block counts on its rows, so a busy one is written whole.
+        """
         geometry = blocks[0].geometry
         source = sorted((b for b in blocks if b.geometry == geometry), key=_reading_order)
         few = [b for b in source if self._eviction.packs and may_be_packed(b)]
@@ -65,7 +68,7 @@ class Spiller:
         packed = pack(few, arena)
         self._holdings.hold(source)
         layers = range(geometry.layers)
-        pages = [[arena.page(b.slot, at) for at in layers] for b in whole if b.slot is not None]
+        pages = [[arena.page(_slot(block), at) for at in layers] for block in whole]
         if packed.staging is not None:
             slots = range(len(packed.blocks))
             pages += [[packed.staging.page(slot, at) for at in layers] for slot in slots]
@@ -124,6 +127,11 @@ class Spiller:
             entry.row, entry.replaces = row, set()
             self._holdings.uncommitted.pop(entry, None)
         return True
+
+
+def _slot(block: Block) -> int:
+    assert block.slot is not None, "a block that is not in memory cannot be written"
+    return block.slot
 
 
 def _told(error: OSError) -> str:
