@@ -16,7 +16,7 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from cacheslide_agents.chunks import Role, Span
+from cacheslide_agents.chunks import Role, Span, not_unicode
 from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.sampling import Grammar as Grammar
 from cacheslide_agents.sampling import Sampling as Sampling
@@ -55,11 +55,21 @@ class GenerationRequest:
     request_id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:
-        """`RequestError` for an isolation key that is no string: `None` would be one, too."""
-        for name, optional in (("namespace", False), ("task", False), ("session", True)):
-            value = getattr(self, name)
-            if not isinstance(value, str) and not (optional and value is None):
-                raise RequestError(f"{name}={value!r} must be a string")
+        """`RequestError` for a name that is no Unicode text: `None` would be a namespace, too."""
+        for name in ("namespace", "task", "request_id"):
+            expect_name(name, getattr(self, name))
+        if self.session is not None:
+            expect_name("session", self.session)
+        for place, span in enumerate(self.spans):
+            expect_name(f"the id of span {place}", span.id)
+
+
+def expect_name(what: str, value: object) -> None:
+    """`RequestError` unless `value` is a string that can be sent in UTF-8."""
+    if not isinstance(value, str):
+        raise RequestError(f"{what}={value!r} must be a string")
+    if wrong := not_unicode(value):
+        raise RequestError(f"{what} {wrong}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,16 @@ def text_digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def not_unicode(text: str) -> str:
+    """What is wrong with text that no encoding can carry, as the rest of a sentence; else empty."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found, place = text[error.start], error.start
+        return f"is not Unicode text: lone surrogate {found!r} at character {place}; replace it"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A contiguous piece of one message, with an id that is unique in the prompt."""

@@ -32,7 +32,7 @@ def main(
     """Hold one conversation."""
     if replay and talk:
         raise typer.BadParameter("--replay has its own conversation; leave out --talk")
-    console = Console()
+    console = Console(emoji=False)
     chat = ChatCacheSlide(model=model, reuse=reuse, max_tokens=max_tokens)
     companion = Companion(
         Replayed(chat, KEPT) if replay else chat,

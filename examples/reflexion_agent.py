@@ -40,7 +40,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 48,
 ) -> None:
     """Play one episode."""
-    episode, console = demo_episode(question), Console()
+    episode, console = demo_episode(question), Console(emoji=False)
     asked = episode.question
 
     def f1(question: Question, attempt: Attempt, config: RunnableConfig) -> float:

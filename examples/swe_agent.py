@@ -29,7 +29,7 @@ def main(
     max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
 ) -> None:
     """Solve one issue."""
-    console = Console()
+    console = Console(emoji=False)
     chat = ChatCacheSlide(model=model, reuse=reuse, max_tokens=max_tokens)
     with TemporaryDirectory(prefix="cacheslide-swe-") as folder:
         shell = Shell(write_repository(Path(folder)))

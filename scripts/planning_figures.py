@@ -61,7 +61,7 @@ class OneContext:
     def find_isolated(self, key: ContextKey, ids: Any) -> None:
         return None
 
-    def load(self, context: StoredContext, layer: int) -> NoReturn:
+    def load(self, context: StoredContext, layer: int, ranges: Any = None) -> NoReturn:
         raise NotImplementedError("the default policy plans without keys and values")
 
 

@@ -96,6 +96,25 @@ def test_newer_and_older_role_names_are_understood() -> None:
     assert [message.role for message in prompt.messages] == ["system", "tool"]
 
 
+def older(arguments: str) -> dict[str, Any]:
+    call = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "content": None, "function_call": call}
+
+
+def test_the_one_call_of_the_older_form_is_a_tool_call() -> None:
+    (message,) = chunk_messages([older('{"a": 1}')]).messages
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert (message.chunks, message.extra) == ((), {"tool_calls": [call]})
+
+
+def test_a_call_in_both_forms_is_one_call_and_a_null_one_is_none() -> None:
+    newer = {"id": "c1", "function": {"name": "f", "arguments": "{}"}}
+    (both,) = chunk_messages([{**older("{}"), "tool_calls": [newer]}]).messages
+    assert [call["id"] for call in both.extra["tool_calls"]] == ["c1"]
+    (none,) = chunk_messages([user("Hi", function_call=None)]).messages
+    assert none.extra == {}
+
+
 @pytest.mark.parametrize(
     ("message", "error"),
     [
@@ -109,6 +128,7 @@ def test_newer_and_older_role_names_are_understood() -> None:
             {"role": "assistant", "tool_calls": [{"name": "f", "args": {}}]},
             "message 0: a tool call must look like",
         ),
+        ({"role": "assistant", "function_call": "f"}, "message 0: a tool call must look like"),
     ],
 )
 def test_what_cannot_be_sent_is_named(message: dict[str, Any], error: str) -> None:

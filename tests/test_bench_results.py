@@ -83,7 +83,7 @@ def test_the_file_has_exactly_the_keys_of_schema_1(results: Results) -> None:
 def test_a_failed_write_leaves_the_last_file_alone(results: Results, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_json(path, results.to_dict())
-    with pytest.raises(ValueError, match="not JSON compliant"):
+    with pytest.raises(DataError, match="not JSON compliant"):
         write_json(path, {"schema": float("nan")})
     assert read_results(path) == results
 

@@ -185,7 +185,7 @@ def test_the_studies_are_the_modules_that_run_one() -> None:
 
 
 def test_an_unknown_study_or_family_is_a_data_error(backend: ScriptedBackend, data: Path) -> None:
-    with pytest.raises(DataError, match="no study named 'x'; known: answers, decoupling, "):
+    with pytest.raises(DataError, match="no study named 'x'; known: answers, converted, "):
         run_study("x", data=data, backend=backend)
     with pytest.raises(DataError, match="no family named 'x'; known: default"):
         run_study("frontier", data=data, backend=backend, families=("x",))

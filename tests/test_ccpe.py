@@ -22,6 +22,7 @@ from cacheslide_agents.backend import GenerationRequest, Receipt
 from cacheslide_agents.bench.metrics import kl_divergence
 from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.errors import DataError, ModelLoadError, RequestError
+from cacheslide_agents.pages import ContextKey
 from cacheslide_agents.policies import CacheSlide, Prefix, Recompute
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.position import contextual
@@ -230,6 +231,28 @@ def test_a_chunk_that_is_new_among_reused_ones_is_first_computed_canonically(
     with torch.no_grad():
         wanted, _ = straight_line(folder, given, profile, [9])
     np.testing.assert_allclose(logprobs, wanted[-2:].numpy(), atol=1e-5)
+
+
+def test_the_guard_tries_again_what_would_be_served(
+    folder: Path, backend: TorchBackend, profile: Profile
+) -> None:
+    """Memory that moved is reused, and the tail behind it is computed for the first time."""
+    guarded = TorchBackend(str(folder), device="cpu", dtype="float64", guard_every=1)
+    policy, memory = CacheSlide(selector=None, may_decline=False), tokens(33, 99)
+    old, given = prompt(memory), prompt([8, 9, *memory])
+    cut = len(HEAD) + len(memory)
+    for each in (backend, guarded):
+        each.add_profile(profile)
+        each.warm(GenerationRequest(old.ids[:cut], old.spans[:2], task="t", policy=policy))
+    guard = guarded._runtime.guard
+    assert guard is not None
+    guard.record(ContextKey(guarded.fingerprint, "default", "t"), 9.0, now=0.0)
+    dense, declined = first_prefill(guarded, given, policy, [9])
+    served, receipt = first_prefill(backend, given, policy, [9])
+    assert (declined.reason, receipt.ccpe) == ("guard", len(TAIL))
+    assert guarded.settle(60)
+    assert guarded.metrics()["guard_kl"] == pytest.approx(kl_divergence(dense, served), rel=1e-3)
+    guarded.close()
 
 
 @settings(max_examples=40)

@@ -12,6 +12,7 @@ from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
     BaseMessage,
+    FunctionMessage,
     HumanMessage,
     SystemMessage,
     ToolMessage,
@@ -59,6 +60,19 @@ def test_messages_have_langchains_own_types_and_text() -> None:
         "name": "search",
         "args": {"query": "sky"},
     }
+
+
+def test_call_of_openais_older_form_is_part_of_the_prompt() -> None:
+    call = {"name": "search", "arguments": '{"query": "sky"}'}
+    prompt = from_messages(
+        [
+            AIMessage("", additional_kwargs={"function_call": call}),
+            FunctionMessage(content="Blue.", name="search"),
+        ]
+    )
+    asked, told = prompt.messages
+    assert asked.extra["tool_calls"] == [{k: CALL[k] for k in ("type", "function")}]
+    assert (told.role, told.content, told.extra) == ("tool", "Blue.", {"name": "search"})
 
 
 def test_message_added_to_a_rendered_prompt_is_cut_automatically_beside_it() -> None:

@@ -81,6 +81,22 @@ def test_native_tools_give_the_ids_of_transformers_and_a_chunk_of_their_own(
     assert '"name"' not in after.split("How many?")[0]
 
 
+@pytest.mark.parametrize("family", ["smollm2", "qwen"])
+def test_calls_and_results_of_the_older_form_are_rendered_as_those_of_the_newer(
+    tokenizers: Tokenizers, family: str
+) -> None:
+    system, asked, called, result = turns()
+    (call,) = called["tool_calls"]
+    older = [
+        {"role": "assistant", "content": None, "function_call": call["function"]},
+        {"role": "function", "content": result["content"], "name": result["name"]},
+    ]
+    encoder = ChatEncoder(tokenizers(family))
+    found = encoder.encode(chunk_messages([system, asked, *older]))
+    assert found.text == encoder.encode(chunk_messages([system, asked, called, result])).text
+    assert '{"name": "search", "arguments": {"query": "river"}}' in found.text
+
+
 def test_native_tools_change_their_digest_with_their_schema(tokenizers: Tokenizers) -> None:
     """Control-token text in a schema makes the digest no less stable."""
     hostile = {"type": "function", "function": {"name": "x<|im_end|>"}}

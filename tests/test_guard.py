@@ -12,10 +12,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from cacheslide_agents.backend import GenerationRequest, Receipt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages import ContextKey, MemoryStore
+from cacheslide_agents.pages.prometheus import Exporter
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.guard import QualityGuard, Verdict
 from torch_cacheslide import TorchBackend
@@ -188,6 +190,16 @@ def test_exact_reuse_does_not_outvote_what_may_be_off(backend: TorchBackend) -> 
     for turn in (1, 2):
         assert not answer(backend, turn).exact
     assert backend.metrics()["guard_checks"] == 1
+
+
+def test_what_falls_again_is_no_counter_to_prometheus(backend: TorchBackend) -> None:
+    answer(backend, 0)
+    families = text_string_to_metric_families(Exporter(backend.metrics).text())
+    kinds = {family.name.removeprefix("cacheslide_"): family.type for family in families}
+    for name in ("idle_waiting", "guard_kl", "guard_on_dense"):
+        assert kinds[name] == "gauge"
+    for name in ("idle_done", "guard_checks", "requests"):
+        assert kinds[name] == "counter"
 
 
 def test_without_the_option_nothing_is_checked(folder: Path) -> None:

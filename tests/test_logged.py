@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,42 @@ def test_what_cannot_be_used_is_named_with_its_line(fields: Any, message: str) -
     with pytest.raises(DataError, match=f"^log:1: {message}"):
         read_request(fields, "log:1")
     assert read_request({"prompt_ids": [MOST_ID]}, "log:1")
+
+
+def older(query: str) -> dict[str, Any]:
+    """A request as OpenAI's API took it before it had tools."""
+    call = {"name": "search", "arguments": json.dumps({"query": query})}
+    asked = {"role": "assistant", "content": None, "function_call": call}
+    told = {"role": "function", "name": "search", "content": "3 rivers"}
+    schema = {"name": "search", "parameters": {"type": "object"}}
+    return {"messages": [*HELLO, asked, told], "functions": [schema]}
+
+
+def newer(query: str) -> dict[str, Any]:
+    request = older(query)
+    hello, asked, told = request["messages"]
+    calls = [{"type": "function", "function": asked["function_call"]}]
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    tools = [{"type": "function", "function": schema} for schema in request["functions"]]
+    return {"messages": [hello, asked, {**told, "role": "tool"}], "tools": tools}
+
+
+def test_a_request_of_the_older_form_reads_as_one_of_the_newer(tiny_model: str) -> None:
+    model = ReplayModel.read(Path(tiny_model))
+    found, expected = (read_request(form("river"), "log:1") for form in (older, newer))
+    assert (found.prompt, found.tools) == (expected.prompt, expected.tools)
+    encoded = found.encode(model.encoder)
+    assert '{"name": "search", "arguments": {"query": "river"}}' in encoded.text
+    assert '"parameters": {"type": "object"}' in encoded.text
+    (predicted,) = predict([found], model, {"x": CacheSlide()})
+    assert predicted.prompt_tokens == len(encoded.ids)
+
+
+def test_why_sees_a_difference_between_calls_of_the_older_form(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text("\n".join(json.dumps(older(query)) for query in ("river", "lake")))
+    result = CliRunner().invoke(app, ["why", f"{log}:1", f"{log}:2", "--json"])
+    assert json.loads(result.stdout)["difference"]["chunk"].startswith("call-")
 
 
 def test_spans_that_leave_tokens_out_are_named_with_their_line(tiny_model: str) -> None:

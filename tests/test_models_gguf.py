@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -121,6 +122,23 @@ def test_a_cache_directory_that_cannot_be_written_is_named(gguf_file: Path, home
     home.write_text("a file stands where the folder should")
     with pytest.raises(ModelLoadError, match="CACHESLIDE_HOME"):
         load_model(gguf_file)
+
+
+def test_a_disk_that_is_full_is_named_and_leaves_no_folder_behind(
+    gguf_file: Path, home: Path, support: Callable[[str], ModuleType]
+) -> None:
+    full = support("full_disk").full_after(30_000)
+    with full, pytest.raises(ModelLoadError, match=r"cannot be written .*CACHESLIDE_HOME"):
+        load_model(gguf_file)
+    assert folders_in(home / "models") == []
+
+
+@pytest.mark.parametrize("manifest", ["[" * 200_000, '{"format": 1, "files": ["a"]}'])
+def test_a_manifest_that_is_none_is_made_again(gguf_file: Path, manifest: str) -> None:
+    folder = locate(gguf_file)
+    (folder / "conversion.json").write_text(manifest)
+    assert locate(gguf_file) == folder
+    assert json.loads((folder / "conversion.json").read_text())["format"] == 1
 
 
 def test_the_alias_finds_the_package_without_importing_it(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ASK = [HumanMessage("one two three four")]
 SOON_S = 20.0
+ONCE = {"max_retries": 0}
 
 
 @pytest.fixture
@@ -30,15 +31,15 @@ def server(support: Callable[[str], ModuleType]) -> Iterator[OpenAIServer]:
 
 @pytest.fixture
 def chat(server: OpenAIServer) -> RemoteChat:
-    return RemoteChat(server.url, max_retries=0)
+    return RemoteChat(server.url)
 
 
 async def texts(chat: RemoteChat, text: str) -> list[str]:
-    return [chunk.text async for chunk in chat.astream([HumanMessage(text)], {})]
+    return [chunk.text async for chunk in chat.astream([HumanMessage(text)], ONCE)]
 
 
 def test_async_stream_gives_the_same_pieces(chat: RemoteChat) -> None:
-    streamed = [chunk.text for chunk in chat.stream(ASK, {})]
+    streamed = [chunk.text for chunk in chat.stream(ASK, ONCE)]
     assert asyncio.run(texts(chat, "one two three four")) == streamed
     assert streamed == ["one", " two", " three", " four", ""]
 
@@ -47,7 +48,7 @@ def test_twenty_calls_at_once_get_each_its_own_answer(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
     async def ask() -> list[str]:
-        asked = [chat.agenerate([HumanMessage(f"call {i}")], {}) for i in range(20)]
+        asked = [chat.agenerate([HumanMessage(f"call {i}")], ONCE) for i in range(20)]
         return [result.generations[0].text for result in await asyncio.gather(*asked)]
 
     async def stream() -> list[str]:
@@ -73,7 +74,7 @@ def test_cancelled_stream_closes_the_connection(
     seen: list[str] = []
 
     async def read() -> None:
-        async with aclosing(chat.astream(ASK, {})) as chunks:  # type: ignore[type-var]
+        async with aclosing(chat.astream(ASK, ONCE)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 seen.append(chunk.text)
 
@@ -95,7 +96,7 @@ def test_cancelled_call_closes_the_connection(chat: RemoteChat, server: OpenAISe
     server.hold_after = 0
 
     async def give_up() -> bool:
-        asking = asyncio.create_task(chat.agenerate(ASK, {}))
+        asking = asyncio.create_task(chat.agenerate(ASK, ONCE))
         assert await asyncio.to_thread(server.holding.wait, SOON_S)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -107,7 +108,7 @@ def test_cancelled_call_closes_the_connection(chat: RemoteChat, server: OpenAISe
 
 def test_stream_that_is_left_closes_the_connection(chat: RemoteChat, server: OpenAIServer) -> None:
     server.hold_after = 1
-    stream: Any = chat.stream(ASK, {})
+    stream: Any = chat.stream(ASK, ONCE)
     with closing(stream) as chunks:
         assert next(chunks).text == "one"
     assert server.disconnected.wait(SOON_S)
@@ -126,4 +127,4 @@ def test_async_failures_are_those_of_the_sync_calls(chat: RemoteChat, server: Op
 
     server.models = []
     with pytest.raises(langchain.ModelNotFoundError):
-        asyncio.run(chat.agenerate(ASK, {}))
+        asyncio.run(chat.agenerate(ASK, ONCE))

@@ -29,11 +29,13 @@ if TYPE_CHECKING:
 ASK = [HumanMessage("one two three four")]
 CHAT = "/v1/chat/completions"
 SHORT_S, LONGER_S, AMPLE_S = 0.1, 4.0, 60.0
-WAYS = [
-    lambda remote: list(remote.stream(ASK, {})),
-    lambda remote: remote.generate(ASK, {}),
-    lambda remote: asyncio.run(gathered(remote.astream(ASK, {}))),
-    lambda remote: asyncio.run(remote.agenerate(ASK, {})),
+Settings = dict[str, Any]
+Way = Callable[[RemoteChat, Settings], Any]
+WAYS: list[Way] = [
+    lambda remote, settings: list(remote.stream(ASK, settings)),
+    lambda remote, settings: remote.generate(ASK, settings),
+    lambda remote, settings: asyncio.run(gathered(remote.astream(ASK, settings))),
+    lambda remote, settings: asyncio.run(remote.agenerate(ASK, settings)),
 ]
 
 
@@ -43,8 +45,15 @@ def server(support: Callable[[str], ModuleType]) -> Iterator[OpenAIServer]:
         yield running
 
 
-def chat(server: OpenAIServer, timeout: float | None = AMPLE_S, **given: Any) -> RemoteChat:
-    return RemoteChat(server.url, timeout=timeout, **{"model": "tiny", "max_retries": 0, **given})
+def chat(server: OpenAIServer) -> RemoteChat:
+    return RemoteChat(server.url, model="tiny")
+
+
+def within(timeout: float | None, max_retries: int = 0) -> Settings:
+    return {"timeout": timeout, "max_retries": max_retries}
+
+
+IN_TIME = within(AMPLE_S)
 
 
 def nothing_left_to_do(remote: RemoteChat) -> None:
@@ -62,23 +71,19 @@ async def gathered(stream: AsyncIterator[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("asked", WAYS)
-def test_answer_that_drips_is_given_up_at_the_timeout(
-    server: OpenAIServer, asked: Callable[[RemoteChat], Any]
-) -> None:
+def test_answer_that_drips_is_given_up_at_the_timeout(server: OpenAIServer, asked: Way) -> None:
     server.drips = (CHAT,)
     with pytest.raises(langchain.ModelTimeoutError, match="took too long; raise timeout") as raised:
-        asked(chat(server, SHORT_S))
+        asked(chat(server), within(SHORT_S))
     assert isinstance(raised.value, ServerError)
 
 
 @pytest.mark.parametrize("asked", WAYS)
-def test_answer_that_was_given_up_is_not_asked_for_again(
-    server: OpenAIServer, asked: Callable[[RemoteChat], Any]
-) -> None:
+def test_answer_that_was_given_up_is_not_asked_for_again(server: OpenAIServer, asked: Way) -> None:
     server.hold_after = 0
-    remote = chat(server, LONGER_S, max_retries=2)
+    remote = chat(server)
     with pytest.raises(langchain.ModelTimeoutError):
-        asked(remote)
+        asked(remote, within(LONGER_S, 2))
     nothing_left_to_do(remote)
     assert server.asked(CHAT) == 1
     assert server.disconnected.wait(AMPLE_S)
@@ -89,9 +94,9 @@ def test_retry_that_was_waited_for_at_the_timeout_never_comes(
 ) -> None:
     busy = support("openai_server").Failure(429, "busy", retry_after_ms=20_000)
     server.failures = [busy] * 3
-    remote = chat(server, LONGER_S, max_retries=2)
+    remote = chat(server)
     with pytest.raises(langchain.ModelTimeoutError):
-        remote.generate(ASK, {})
+        remote.generate(ASK, within(LONGER_S, 2))
     nothing_left_to_do(remote)
     assert server.asked(CHAT) == 1
 
@@ -101,7 +106,7 @@ def test_stream_with_a_timeout_that_is_left_closes_the_connection_at_once(
 ) -> None:
     server.hold_after = 1
     remote = chat(server)
-    stream: Any = remote.stream(ASK, {})
+    stream: Any = remote.stream(ASK, IN_TIME)
     with closing(stream) as chunks:
         assert next(chunks).text == "one"
         assert server.holding.wait(AMPLE_S)
@@ -116,12 +121,12 @@ def test_status_that_drips_holds_up_no_answer(
     server.drips = ("/v1/cacheslide/status",)
     remote = chat(server)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: remote.generate(ASK, {}), range(4)))
+        results = list(pool.map(lambda _: remote.generate(ASK, IN_TIME), range(4)))
     for result in results:
         message = result.generations[0].message
         assert message.content == "one two three four"
         assert message.response_metadata["cacheslide"]["reason"] == NO_PLUGIN
-    assert remote.generate(ASK, {}).generations[0].text == "one two three four"
+    assert remote.generate(ASK, IN_TIME).generations[0].text == "one two three four"
     assert server.asked("/v1/cacheslide/status") == 1
 
 
@@ -133,7 +138,7 @@ def test_receipt_that_drips_leaves_the_answer_without_one(
     remote = chat(server)
     assert remote.model == "tiny"  # with the server's status, which comes in time
     monkeypatch.setattr(remote_server, "_ASIDE_S", SHORT_S)
-    (generation,) = remote.generate(ASK, {}).generations
+    (generation,) = remote.generate(ASK, IN_TIME).generations
     assert generation.text == "one two three four"
     assert generation.message.response_metadata["cacheslide"]["policy"] == "server"
 
@@ -142,14 +147,14 @@ def test_names_of_models_that_drip_are_a_timeout_and_asked_for_again(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.drips = ("/v1/models",)
-    remote = chat(server, None, model=None)
+    remote = RemoteChat(server.url)
     with monkeypatch.context() as patched:
         patched.setattr(remote_server, "_NAMES_S", SHORT_S)
         with pytest.raises(langchain.ModelTimeoutError, match="took too long"):
-            remote.generate(ASK, {})
+            remote.generate(ASK, within(None))
     nothing_left_to_do(remote)
     server.drips = ()
-    assert remote.generate(ASK, {}).generations[0].text == "one two three four"
+    assert remote.generate(ASK, IN_TIME).generations[0].text == "one two three four"
 
 
 def test_error_of_the_one_asked_is_not_taken_for_the_deadline() -> None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+)
 from langchain_core.tools import tool
+from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheslide_agents.errors import PromptError, RequestError
+from cacheslide_agents.errors import PromptError
+from langchain_cacheslide import from_messages
 from langchain_cacheslide.remote_request import as_openai, body_of, knobs_of
 
 ASK = [HumanMessage("hi")]
@@ -41,7 +50,7 @@ def text(said: str, **more: Any) -> dict[str, Any]:
         ),
         (
             ToolMessage("broken", tool_call_id="c1", status="error"),
-            {"role": "tool", "tool_call_id": "c1", "content": "broken"},
+            {"role": "tool", "tool_call_id": "c1", "content": "Error: broken"},
         ),
     ],
 )
@@ -68,28 +77,38 @@ def test_calls_are_sent_once_and_unreadable_ones_as_they_came() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "sent"),
+    "kind",
     [
-        ("any", "required"),
-        (True, "required"),
-        (False, "none"),
-        ("auto", "auto"),
-        ("none", "none"),
-        ("add", {"type": "function", "function": {"name": "add"}}),
-        ({"type": "function", "function": {"name": "add"}},) * 2,
+        "tool_call",
+        "tool_call_chunk",
+        "invalid_tool_call",
+        "tool_use",
+        "function_call",
+        "reasoning",
+        "thinking",
+        "redacted_thinking",
     ],
 )
-def test_tool_choice_is_said_in_openais_words(choice: Any, sent: Any) -> None:
-    body = body_of(ASK, {}, tools=[add], tool_choice=choice)
-    assert body["tool_choice"] == sent
-    assert body["tools"][0]["function"]["name"] == "add"
-    assert set(body["tools"][0]["function"]["parameters"]["properties"]) == {"x", "y"}
+def test_thoughts_and_what_repeats_calls_are_no_text_of_a_prompt(kind: str) -> None:
+    block = {"type": kind, "name": "f", "args": "{", "id": "c1", "input": {}, "data": "hidden"}
+    message = AIMessage([block, text("done")])
+    assert as_openai(message)["content"] == from_messages([message]).messages[0].content == "done"
 
 
-def test_tool_choice_that_names_no_tool_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"tool_choice='sub' names no tool.*any, add"):
-        body_of(ASK, {}, tools=[add], tool_choice="sub")
-    assert "tool_choice" not in body_of(ASK, {}, tool_choice="any")
+def test_call_of_the_older_form_is_sent_in_the_newer_one_with_its_result() -> None:
+    call = {"name": "add", "arguments": '{"x": 1}'}
+    asked = as_openai(AIMessage("", additional_kwargs={"function_call": call}))
+    told = as_openai(FunctionMessage(content="1", name="add"))
+    (sent,) = asked["tool_calls"]
+    assert (sent["type"], sent["function"]) == ("function", call)
+    assert (told["role"], told["content"], told["tool_call_id"]) == ("tool", "1", sent["id"])
+
+
+def test_tools_in_openais_form_are_sent_as_they_are() -> None:
+    given = convert_to_openai_tool(add)
+    body = body_of(ASK, {}, tools=[given], tool_choice="required")
+    assert (body["tools"], body["tool_choice"]) == ([given], "required")
+    assert body_of(ASK, {}, tool_choice="required").keys() == {"messages"}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +119,8 @@ def test_tool_choice_that_names_no_tool_is_refused() -> None:
         ({"logprobs": False}, {}),
         ({"logprobs": True}, {"logprobs": True}),
         ({"logprobs": True, "top_logprobs": 4}, {"logprobs": True, "top_logprobs": 4}),
-        ({"logprobs": 3}, {"logprobs": True, "top_logprobs": 3}),
-        ({"logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 0}, {"logprobs": True, "top_logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": None}, {"logprobs": True}),
         ({"stop": "x"}, {"stop": ["x"]}),
         ({"stop": []}, {}),
         ({"n": 1}, {}),

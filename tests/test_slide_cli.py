@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from errno import EIO, EMFILE, ENOSPC
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 from cacheslide_agents.cli.commands import app
 from cacheslide_agents.errors import BackendError, PageError
 from cacheslide_agents.pages import ContextKey, SlideStore
+from cacheslide_agents.pages.index import Index
 from cacheslide_agents.pages.prometheus import Exporter
 
 
@@ -98,6 +101,73 @@ def test_rm_removes_what_is_named_and_gc_frees_the_rest(store_path: Path) -> Non
     assert run_json("rm", "--store", str(store_path), "--all")[1] == {"removed": 2}
     assert run_json("ls", "--store", str(store_path)) == (0, [])
     assert list(store_path.glob("rank-0/extents/*")) == []
+
+
+def full_disk(*_: Any) -> Any:
+    raise OSError(ENOSPC, "No space left on device")
+
+
+def test_rm_that_could_not_be_written_is_no_success(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "commit", full_disk)
+        code, out, error = run("rm", "--store", str(store_path), "--all")
+    assert (code, out) == (2, "") and "removed" not in error.replace("what was removed", "")
+    assert "may be there again at the next opening: [Errno 28]" in error
+    assert "make room on the disk" in error
+    assert len(run_json("ls", "--store", str(store_path))[1]) == 3
+
+
+def test_gc_that_could_not_be_written_is_no_success(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SlideStore(1 << 20, tmp_path, write_ahead=False) as store:
+        for session in ("one", "two"):
+            store.put(world.context_of(range(40), session), world.layers_of(40))
+    assert run_json("rm", "--store", str(tmp_path), "--session", "one") == (0, {"removed": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(Index, "commit", full_disk)
+        code, out, error = run("gc", "--store", str(tmp_path), "--json")
+    assert (code, out) == (2, "") and "make room on the disk" in error
+    assert run_json("gc", "--store", str(tmp_path)) == (0, {"freed_bytes": 3 * world.BLOCK_BYTES})
+
+
+def test_rm_says_what_it_could_not_look_at(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, real = sorted(store_path.glob("rank-0/extents/*"))[1], Path.stat
+
+    def stat(path: Path, **how: Any) -> os.stat_result:
+        if path == second:
+            raise OSError(EIO, "Input/output error")
+        return real(path, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        code, _, error = run("rm", "--store", str(store_path), "--all")
+    assert code == 2 and "2 contexts removed, but 1 extents stay" in error
+    assert [row["session"] for row in run_json("ls", "--store", str(store_path))[1]] == ["two"]
+    assert run_json("rm", "--store", str(store_path), "--all") == (0, {"removed": 1})
+
+
+@pytest.mark.parametrize("number", [EIO, EMFILE])
+def test_verify_goes_on_past_what_cannot_be_read(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    first, real = min(store_path.glob("rank-0/extents/*")), os.open
+
+    def refused(path: Any, *how: Any) -> int:
+        if path == first:
+            raise OSError(number, os.strerror(number))
+        return real(path, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refused)
+        code, out, _ = run("verify", "--store", str(store_path))
+    lines = out.splitlines()
+    assert code == 1 and len(lines) == 9, "three blocks of three layers"
+    assert all(str(first) in line and os.strerror(number) in line for line in lines)
 
 
 @pytest.mark.parametrize("chosen", [[], ["--all", "--task", "task"]])

@@ -274,7 +274,7 @@ def test_run_without_rows_is_one_clear_line(tmp_path: Path, options: list[str]) 
     (tmp_path / "run.json").write_text(json.dumps({**run, "rows": []}))
     told = CliRunner().invoke(app, ["report", str(tmp_path / "run.json"), *options])
     assert (told.exit_code, told.stdout) == (2, "")
-    assert "holds no rows" in told.stderr
+    assert "has no row" in told.stderr
 
 
 @pytest.mark.parametrize("wrong", [{"agents": ["pilot"]}, {"modes": ["dreamt"]}])

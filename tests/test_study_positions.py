@@ -254,4 +254,6 @@ def test_calibrating_wants_a_source_and_a_cope_model(data: Path, tiny_model: str
 def test_a_second_model_goes_with_studies_that_compare(data: Path) -> None:
     result = run("bench", "--study", "length", "--data", str(data), "--cope-model", "x")
     assert result.exit_code == 2
-    assert "--cope-model goes with --study layers, padding, pmkd" in " ".join(result.stderr.split())
+    assert "--cope-model goes with --study converted, layers, padding, pmkd" in " ".join(
+        result.stderr.split()
+    )

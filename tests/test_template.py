@@ -108,6 +108,9 @@ MISTAKES: list[tuple[str, int | None, str]] = [
     (M % "\n{{ 1 / 0 }}", 2, "division by zero"),
     (M % "\n{{ ''.__class__ }}", 2, "unsafe"),
     (M % "\n{% include 'nowhere.jinja' %}", 2, "cannot find the template 'nowhere.jinja'"),
+    (M % "{{ 10 ** 5000 }}", None, "cannot be compiled: Exceeds the limit"),
+    (M % f"{{{{ {'1' * 5000} }}}}", None, "cannot be compiled: Exceeds the limit"),
+    (M % f"{{{{ 0x{'f' * 5000} }}}}", None, "cannot be compiled: Exceeds the limit"),
     ("{% set x = 1 %}", None, "rendered no message"),
     (
         M % '{% set x %}{% reuse "a" %}x{% endreuse %}{% endset %}',

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cacheslide_agents.policies import CacheSlide, Recompute
-from cacheslide_agents.selection import Affinity, KeyCosine, Tail
+from cacheslide_agents.selection import Affinity, KeyCosine, KeyDeviation, Tail
 
 REUSE = CacheSlide(may_decline=False)
 
@@ -93,6 +93,22 @@ def test_a_page_that_cannot_be_read(
 def test_a_selector_that_raises(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tail, "select", raising("no tail"))
     assert_dense(case.ask(), case, "no tail")
+
+
+@pytest.mark.parametrize("wanted", ["removed_keys", "new_keys"])
+def test_a_selector_that_asks_in_mid_pass_for_keys_there_are_not(
+    case: Case, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """The cached keys of the reused tokens are there; others must not pass for them."""
+    ask = KeyDeviation.rank
+
+    def rank(self: Any, view: Any, new_keys: Any, cached_keys: Any) -> Any:
+        getattr(view, wanted)(self.layer)
+        return ask(self, view, new_keys, cached_keys)
+
+    monkeypatch.setattr(KeyDeviation, "rank", rank)
+    policy = CacheSlide(selector=KeyDeviation(), may_decline=False)
+    assert_dense(case.ask(policy), case, "removed or new keys of layer 1")
 
 
 def test_one_request_in_trouble_does_not_disturb_those_beside_it(

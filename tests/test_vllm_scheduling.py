@@ -145,6 +145,20 @@ def test_answers_to_one_prompt_share_plan_and_salt_and_one_is_kept(side: Any) ->
     assert [order.sibling for order in orders.prefills] == [False, True, True]
 
 
+def test_two_requests_of_one_name_but_another_policy_have_a_plan_each(side: Any) -> None:
+    """A trace id may name a judge's dense request as well as the answer that is judged."""
+    first, second = turns(update=20)
+    stored(side, first)
+    side.take_orders()
+    for policy in (REUSE, Recompute()):
+        request = Request(second, policy, request_id="trace")
+        side.arrived(request)
+        admit(side, request)
+    orders = side.take_orders()
+    told = [(o.plan.outcome, o.sibling) for o in (*orders.prefills, *orders.notes)]
+    assert told == [("partial", False), ("cold", False)]
+
+
 def test_one_step_holds_only_so_many_of_our_rows(side: Any) -> None:
     """Sixty tokens of update each: the second has to wait, whatever vLLM's budget says."""
     first, second = turns()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -89,10 +90,11 @@ def call(
     url: str, path: str, body: Any = None, key: str = KEYS[0], **headers: str
 ) -> httpx.Response:
     """One request by hand: GET without a body."""
-    said = {"Authorization": f"Bearer {key}", **headers}
+    said = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
     with httpx.Client(trust_env=False, timeout=120) as client:
-        method = "GET" if body is None else "POST"
-        return client.request(method, f"{url}/{path}", json=body, headers=said)
+        if body is None:
+            return client.get(f"{url}/{path}", headers=said)
+        return client.post(f"{url}/{path}", content=json.dumps(body), headers=said)
 
 
 def receipt_of(url: str, answered: httpx.Response) -> Any:
@@ -222,6 +224,11 @@ def test_a_plan_for_other_ids_is_dropped(url: str) -> None:
         ({"request_id": "x", "namespace": "of-b", "policy": {"type": "CacheSlide"}}, "version"),
         ("yes", "no JSON object"),
         (None, "no JSON object"),
+        (
+            {**WirePlan("tokens", "0" * 32, ()).to_dict(), "namespace": "\ud800"},
+            "its namespace is not Unicode text",
+        ),
+        ({**WirePlan("tokens", "0" * 32, ()).to_dict(), "\ud800": 1}, r"unknown fields: \ud800"),
     ],
 )
 def test_a_plan_that_cannot_be_used_never_fails_the_request(
@@ -231,6 +238,12 @@ def test_a_plan_that_cannot_be_used_never_fails_the_request(
     assert receipt["outcome"] == "declined"
     assert receipt["reason"].startswith("plan dropped: ")
     assert reason in receipt["reason"]
+
+
+def test_a_name_that_no_header_can_hold_costs_no_receipt(url: str) -> None:
+    ids = list(range(2, 60))
+    body = {**completion_body(url, ids, tokens_plan(ids)), "request_id": "ü→"}
+    assert receipt_of(url, call(url, "completions", body))["prompt_tokens"] == 58
 
 
 def test_a_plan_with_endless_chunks_is_dropped(url: str) -> None:

@@ -15,6 +15,8 @@ import torch
 from cacheslide_agents.errors import RequestError, StoreError
 from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
 from cacheslide_agents.pages.slide import SlideStore
+from cacheslide_agents.policies import CacheSlide
+from cacheslide_agents.policies.draft import dense_plan
 from vllm_cacheslide.directory import Directory
 from vllm_cacheslide.settings import Settings
 from vllm_cacheslide.storage import Rank, StoreNews, check_folder, open_store
@@ -134,6 +136,38 @@ def test_the_scheduler_is_told_what_idle_time_took(
         assert store.counts()["expired"] == 1
 
 
+def test_what_is_computed_on_approximate_blocks_is_not_exact(
+    settings: Settings, restoring: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reuse that was preempted comes back to blocks of its own, and then loses its source."""
+    from vllm_cacheslide import working
+    from vllm_cacheslide.orders import Keep, Prefill, StepOrders
+    from vllm_cacheslide.receipts import Receipts
+
+    monkeypatch.setattr(working, "agree", lambda jobs: None)
+    done: list[Any] = []
+    ids = np.arange(30)
+    for engine_id, approximate_from, start in (("own", 12, 16), ("exact", 12, 12), ("new", 0, 0)):
+        plan = dense_plan(ids, (), CacheSlide(), outcome="hit", reason="")
+        plan = replace(plan, exact=np.arange(30) < approximate_from)
+        order = Prefill(engine_id, engine_id, plan, (99,), start=start, blocks=(0, 1))
+        keep = Keep(engine_id, engine_id, plan, (), number=7, context=context(0))
+        with open_store(settings, ALONE) as store:
+            prefill: Any = SimpleNamespace(run=lambda jobs, store: None)
+            keeping: Any = SimpleNamespace(keep=lambda order, *_: done.append(order.context))
+            receipts = Receipts(9)
+            restored = restoring.Restored(store, ALONE, "model")
+            side = working.Working(store, prefill, keeping, receipts, restored, ALONE, 2)
+            side.carry_out(StepOrders(prefills=(order,)))
+            side.carry_out(StepOrders(keeps=(keep,), ended=(engine_id,)))
+            receipt = receipts.of(engine_id)
+            assert receipt is not None and receipt.outcome == "fallback"
+            assert receipt.exact is (engine_id != "own")
+    own, exact, new = (kept.exact.tolist() for kept in done)
+    assert own == [True] * 12 + [False] * 28
+    assert exact == new == [True] * 40
+
+
 def test_what_is_too_old_is_not_found_again(
     settings: Settings, restoring: Any, clock: list[float]
 ) -> None:
@@ -197,6 +231,35 @@ def test_what_every_rank_has_is_found_and_the_rest_is_dropped(
         assert {int(held.ids[0]) for held in store.contexts()} == {0, 1, 4}
         assert each.take({}) == {}
         store.close()
+
+
+def test_an_index_that_cannot_be_written_fails_no_request(
+    settings: Settings, restoring: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_cacheslide import working
+    from vllm_cacheslide.orders import Prefill
+    from vllm_cacheslide.receipts import Receipts
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with open_store(settings, ALONE) as store:
+        kept(store, context(0), context(1), context(2))
+    with open_store(settings, ALONE) as store, monkeypatch.context() as patched:
+        patched.setattr("cacheslide_agents.pages.index.Index.commit", full)
+        restored = restoring.Restored(store, ALONE, "model")
+        numbers = {name: number for number, name in enumerate(list(restored.found().contexts)[1:])}
+        idle: Any = SimpleNamespace()
+        side = working.Working(store, idle, idle, Receipts(9), restored, ALONE, 2)
+        side._contexts = restored.take(numbers)
+        assert [int(held.ids[0]) for held in side._contexts.values()] == [1, 2]
+        plan = dense_plan(
+            np.arange(3), (), CacheSlide(), outcome="fallback", reason="NonFiniteError: nan"
+        )
+        order = Prefill("e", "r", plan, (0,))
+        side._drop_sources({side._dense_job(order, plan.reason): order})
+        assert [int(held.ids[0]) for held in store.contexts()] == [2]
+        assert side.take_results().lost == {0}
 
 
 def test_an_engine_of_another_size_finds_nothing(settings: Settings, restoring: Any) -> None:

@@ -32,9 +32,14 @@ from torch_cacheslide.quiet import quiet
 WEIGHTS, CARD = "cope.safetensors", "cope.json"
 FORMAT = 1
 EMBEDDING = "cope_embedding"
-MOST_POSITIONS = 65536
+MOST_POSITIONS = 32768
+"""So that masses, one less at most, fit into the 16 bits of a CCPE profile."""
 HISTORY = ("recipe", "tokens", "seconds", "threads", "before")
 """What a card says of a training."""
+_NO_CARD = (
+    *(ArithmeticError, AttributeError, KeyError, OSError),
+    *(RecursionError, TypeError, ValueError),
+)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -71,7 +76,7 @@ class Adapter:
                 raise ValueError(f"npos {npos!r} is no whole number from 2 to {MOST_POSITIONS}")
             dtype = DTYPES[card["dtype"]]
             history = {name: card.get(name) for name in HISTORY}
-        except (OSError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        except _NO_CARD as error:
             raise ModelLoadError(
                 f"{folder / CARD} is not the card of a conversion: {error}"
             ) from error

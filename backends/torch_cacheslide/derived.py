@@ -18,6 +18,7 @@ from time import perf_counter
 from filelock import FileLock
 
 from cacheslide_agents.errors import ModelLoadError
+from cacheslide_agents.weights.writing import writing
 
 MANIFEST = "conversion.json"
 FORMAT = 1
@@ -31,16 +32,13 @@ def derived(target: Path, source: Path, fill: Callable[[Path], None]) -> Path:
     """
     if _is_whole(target):
         return target
-    try:
+    what = f"{target}, the converted form of {source},"
+    mend = "free some space there, or let CACHESLIDE_HOME name a folder that can be written"
+    with writing(what, mend, ModelLoadError):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{target.name}.lock"):
             if not _is_whole(target):
                 _publish(target, source, fill)
-    except OSError as error:
-        raise ModelLoadError(
-            f"cannot write the converted form of {source} to {target} ({error}); free some space "
-            "there, or let CACHESLIDE_HOME name a folder that can be written"
-        ) from error
     return target
 
 
@@ -52,7 +50,7 @@ def _is_whole(folder: Path) -> bool:
         return bool(sizes) and all(
             (folder / name).stat().st_size == size for name, size in sizes.items()
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
         return False
 
 

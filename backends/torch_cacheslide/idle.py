@@ -115,7 +115,8 @@ class IdleWork:
 
         def work(interrupt: Interrupt) -> None:
             try:
-                prefilled, _ = self._runtime.run(declined, room=0, interrupt=interrupt)
+                placed = self._runtime.canonical(declined, key.task)
+                prefilled, _ = self._runtime.run(declined, 0, interrupt, placed)
                 distance = divergence(dense, prefilled.logits[-1])
             except Abandoned:
                 raise

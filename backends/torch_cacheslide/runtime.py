@@ -75,7 +75,7 @@ class Runtime:
             lease = self.store.lease(sources_of(plan)) if plan.runs else None
             if plan.runs and self._distrusts(self._key(request), plan):
                 declined, plan = plan, _dense(request, policy, "declined", "guard")
-            canonical = self._canonical(plan, request.task)
+            canonical = self.canonical(plan, request.task)
             if canonical is not None:
                 plan = replace(plan, exact=still_exact(plan, canonical))
             plan_s = perf_counter() - started
@@ -200,7 +200,8 @@ class Runtime:
         with torch.inference_mode():
             return prefill.keys_at(rows, layer)
 
-    def _canonical(self, plan: Plan, task: str) -> CanonicalRows | None:
+    def canonical(self, plan: Plan, task: str) -> CanonicalRows | None:
+        """Where a profile puts rows of `plan` that are computed; `None` without one."""
         if self._profiles is None:
             return None
         return self._profiles.place(plan, task, self.stack.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.backend import Sampling
-from cacheslide_agents.errors import NonFiniteError
+from cacheslide_agents.errors import ModelError
 
 NUCLEUS_GUESS = 512  # most nuclei are smaller, and sorting a whole vocabulary takes milliseconds
 
@@ -29,7 +29,7 @@ class Sampler:
     def next_token(self, logits: Tensor) -> int:
         """The next id for `logits` [vocab]; -inf forbids a token.
 
-        Raises `NonFiniteError` on NaN, on +inf, and when every token is forbidden.
+        Raises `ModelError` on NaN, on +inf, and when every token is forbidden.
         """
         if self._sampling.temperature == 0.0:
             token = logits.argmax()
@@ -102,7 +102,7 @@ def _generator(seed: int | None) -> torch.Generator:
 def check_best(best: Tensor) -> None:
     """`best` is the largest logit, and NaN when any of them is."""
     if not torch.isfinite(best):
-        raise NonFiniteError(
+        raise ModelError(
             f"the best of the next token's logits is {best.item()}: the model's output is not "
             "usable; prefill densely (reuse=False) to see whether reuse is the cause"
         )

@@ -24,6 +24,7 @@ from cacheslide_agents.backend import (
     Receipt,
     Sampling,
     Scores,
+    expect_name,
 )
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import BackendError
@@ -148,10 +149,10 @@ class VllmBackend:
             list(self.generate(one))
 
     def pin(self, session: str, namespace: str = "default") -> None:
-        self._rpc("cacheslide_pin", session, namespace, True)
+        self._pin(session, namespace, True)
 
     def release(self, session: str, namespace: str = "default") -> None:
-        self._rpc("cacheslide_pin", session, namespace, False)
+        self._pin(session, namespace, False)
 
     def refresh(self, session: str, namespace: str = "default") -> None:
         """A hint this backend does not act on yet: the next dense turn refreshes."""
@@ -247,6 +248,11 @@ class VllmBackend:
             extra = {"kv_transfer_params": alone.to_params()}
             params = sampling_params(Sampling(max_tokens=1), None, 1, extra)
             list(self._thread.stream(alone.request_id, ids[span.start : span.stop], params))
+
+    def _pin(self, session: str, namespace: str, pinned: bool) -> None:
+        expect_name("session", session)
+        expect_name("namespace", namespace)
+        self._rpc("cacheslide_pin", session, namespace, pinned)
 
     def _rpc(self, method: str, *args: object) -> Any:
         """What rank 0 answers."""

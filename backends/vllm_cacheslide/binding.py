@@ -48,7 +48,7 @@ class Binding:
             policy = self._policy if plan.policy is None else named(plan.policy)
             spans, digest = self._spans(plan, body)
         except CacheSlideError as error:
-            return replace(plain, dropped=f"plan dropped: {error}"[:MOST_TEXT])
+            return replace(plain, dropped=_sendable(f"plan dropped: {error}")[:MOST_TEXT])
         return replace(
             plain,
             namespace=f"{tenant}/{plan.namespace}",
@@ -73,6 +73,11 @@ class Binding:
             add_generation_prompt=body.get("add_generation_prompt", True) is True,
         )
         return encoded.spans, digest_of_ids(encoded.ids)
+
+
+def _sendable(text: str) -> str:
+    """Lone surrogates, which a client's JSON can spell and an error quotes, spelled out."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _counted(plan: WirePlan) -> Iterator[Span]:

@@ -6,14 +6,14 @@ key, for the planner, and their numbers, for orders.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
 
 import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.errors import ReuseError
-from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
+from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext, TokenRange
 from cacheslide_agents.pages.entry import content_of
 from cacheslide_agents.policies.base import Plan
 
@@ -73,7 +73,9 @@ class Directory:
         copies = self._named.get(content_of(key, True, ids))
         return copies[next(reversed(copies))] if copies else None
 
-    def load(self, context: StoredContext, layer: int) -> LayerKV:
+    def load(
+        self, context: StoredContext, layer: int, ranges: Sequence[TokenRange] | None = None
+    ) -> LayerKV:
         """For selectors that look at keys before the prefill starts: there are none here."""
         raise ReuseError(
             "the selector asks for keys, but on vLLM plans are made where only tokens are; "

@@ -18,9 +18,11 @@ from typing import Any
 
 from vllm import RequestOutput, SamplingParams
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from cacheslide_agents.errors import BackendError, RequestError
+from vllm_cacheslide.guard import log
 
 Sink = Callable[[Any], None]
 _TRIES = 1000
@@ -168,11 +170,18 @@ class EngineThread:
             if self._sinks.pop(item.id, None) is not None:
                 engine.abort_request([item.id])
         else:
-            try:
-                engine.add_request(item.id, {"prompt_token_ids": item.prompt_ids}, item.params)
-                self._sinks[item.id] = item.sink
-            except Exception as error:
-                _emit(item.sink, _End(RequestError(f"vLLM refuses the request: {error}")))
+            self._add(engine, item)
+
+    def _add(self, engine: LLMEngine, item: _Add) -> None:
+        self._sinks[item.id] = item.sink
+        try:
+            engine.add_request(item.id, {"prompt_token_ids": item.prompt_ids}, item.params)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            del self._sinks[item.id]
+            _forget(engine, item.id)
+            _emit(item.sink, _End(RequestError(f"vLLM refuses the request: {error}")))
 
     def _deliver(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
@@ -199,6 +208,17 @@ class EngineThread:
                 sinks.append(item.sink)
         for sink in sinks:
             _emit(sink, _End(error))
+
+
+def _forget(engine: LLMEngine, id_: str) -> None:
+    """vLLM counts a request as its own before it sends it to the core, and keeps it if that fails:
+    it would be waited for, for ever."""
+    try:
+        engine.abort_request([id_])
+    except EngineDeadError:
+        raise
+    except Exception:  # what could not be sent cannot be called back, and need not be
+        log.warning("request %a: the engine's core knows nothing of it", id_, exc_info=True)
 
 
 def _emit(sink: Sink, item: object) -> bool:

@@ -15,7 +15,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from cacheslide_agents.errors import BackendError
+from cacheslide_agents.errors import BackendError, RequestError
 from cacheslide_agents.paths import expanded
 from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.identity import digest_of_weights
@@ -25,25 +25,30 @@ from vllm_cacheslide.storage import check_folder
 
 WORKER = "vllm_cacheslide.worker.CacheSlideWorker"
 FORCED_TOKENS = "vllm_cacheslide.forced:ForcedTokens"
+OURS = ("kv_transfer_config", "worker_cls", "kv_offloading_size")
+"""Options that are not the caller's: they bring our connector, or another one in its place."""
 LOCATORS = "cacheslide_agents.models"
 """Entry points that turn a model's name into a folder: aliases, GGUF files, hub ids."""
 
 
 def engine_args(model: str, extra: Mapping[str, Any], options: Mapping[str, Any]) -> EngineArgs:
-    """`extra` are the connector's settings (checked here), `options` any of `EngineArgs`.
+    """`extra` are the connector's settings (checked here), `options` any other of `EngineArgs`.
 
-    Raises as `checked`.
+    Raises as `checked`, and `RequestError` for options in `OURS`.
     """
+    if taken := sorted(options.keys() & set(OURS)):
+        raise RequestError(f"{taken[0]} is set by the backend itself; leave it out")
     ready = checked(model, extra, str(options.get("load_format", "auto")))
     register()
     ours: dict[str, Any] = {
         "kv_transfer_config": KVTransferConfig(**ready.transfer),
         "worker_cls": WORKER,
-        "logits_processors": [FORCED_TOKENS],
         "max_logprobs": -1,
+        **options,
+        "logits_processors": [FORCED_TOKENS, *(options.get("logits_processors") or ())],
     }
     try:
-        return EngineArgs(model=ready.model, **(ours | dict(options)))
+        return EngineArgs(model=ready.model, **ours)
     except TypeError as error:
         raise BackendError(f"vLLM's engine takes no such option: {error}") from error
 

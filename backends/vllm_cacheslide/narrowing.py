@@ -17,6 +17,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 
 from cacheslide_agents.errors import ReuseError
 from cacheslide_agents.pages.base import PageStore
+from cacheslide_agents.policies.keys import cached_keys
 from cacheslide_agents.position.base import Position
 from cacheslide_agents.selection.base import SelectionView
 from vllm_cacheslide.agreement import agree
@@ -101,14 +102,8 @@ class Narrowing:
         plan = job.plan
 
         def cached(layer: int) -> Tensor:
-            parts = []
-            for planned in plan.runs:
-                run = planned.run
-                inside = (view.candidates >= run.start) & (view.candidates < run.stop)
-                keys, _ = self._store.load(planned.source, layer)
-                places = torch.from_numpy(view.candidates[inside] - run.shift)
-                parts.append(keys[:, places.to(keys.device)])
-            return torch.cat(parts, 1).transpose(0, 1).float().to(self._layers.paged.device)
+            keys = cached_keys(self._store, plan.runs, view.candidates, layer)
+            return keys.float().to(self._layers.paged.device)
 
         view = SelectionView(
             plan.ids,
@@ -116,8 +111,8 @@ class Narrowing:
             tuple(p.run for p in plan.runs),
             job.edits,
             cached,
-            cached,
-            cached,
+            _unknown,
+            _unknown,
         )
         return view
 
@@ -147,3 +142,10 @@ def _of_all_ranks(keys: Tensor) -> Tensor:
     """Keys of every rank's heads, side by side; they must choose the same tokens."""
     gathered: Tensor = tensor_model_parallel_all_gather(keys.contiguous(), dim=1)
     return gathered
+
+
+def _unknown(layer: int) -> Tensor:
+    raise ReuseError(
+        f"the selector asks for removed or new keys of layer {layer}; on vLLM there are only those "
+        "of the reused tokens"
+    )

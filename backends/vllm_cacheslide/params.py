@@ -43,7 +43,8 @@ def sampling_params(
 ) -> SamplingParams:
     """`room`: tokens the window still holds. `extra` travels to the engine unchanged.
 
-    Raises `RequestError` for beam search, which vLLM runs as many requests of one token each.
+    Raises `RequestError` for beam search, which vLLM runs as many requests of one token each, and
+    for what vLLM refuses.
     """
     if sampling.num_beams > 1:
         raise RequestError(
@@ -51,15 +52,18 @@ def sampling_params(
             "beam search, or n answers"
         )
     given = asdict(sampling)
-    return SamplingParams(
-        **{name: given[name] for name in _SAME},
-        max_tokens=min(sampling.max_tokens, room),
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        structured_outputs=None if grammar is None else _structured(grammar),
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=dict(extra),
-    )
+    try:
+        return SamplingParams(
+            **{name: given[name] for name in _SAME},
+            max_tokens=min(sampling.max_tokens, room),
+            stop=list(sampling.stop),
+            stop_token_ids=list(sampling.stop_token_ids),
+            structured_outputs=None if grammar is None else _structured(grammar),
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=dict(extra),
+        )
+    except Exception as error:
+        raise RequestError(f"vLLM refuses the request: {error}") from error
 
 
 def token_logprobs(

@@ -118,7 +118,7 @@ class Planning:
             plan, sources, canonical = _fallback(request, annotation, why), (), None
         approximate = bool(plan.runs) or canonical is not None
         salted = (approximate and not plan.exact.all()) or plan.policy.reuse is Reuse.NOTHING
-        salt = f"cacheslide-{uuid4().hex}" if salted else None
+        salt = new_salt() if salted else None
         plan_s = perf_counter() - started
         return Planned(
             annotation, plan, sources, plan_s, salt, keeper=True, edits=edits, canonical=canonical
@@ -171,6 +171,11 @@ class Planning:
 
     def _key(self, annotation: Annotation) -> ContextKey:
         return ContextKey(self._fingerprint, annotation.namespace, annotation.task)
+
+
+def new_salt() -> str:
+    """Blocks under it are nobody else's."""
+    return f"cacheslide-{uuid4().hex}"
 
 
 def ids_of(request: Request) -> npt.NDArray[np.int64]:

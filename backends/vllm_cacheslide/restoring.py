@@ -7,11 +7,13 @@ the way of vLLM's handshake between connectors: once, before the first request.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 
+from cacheslide_agents.errors import StoreError
 from cacheslide_agents.pages.base import StoredContext
 from cacheslide_agents.pages.slide import SlideStore
 from vllm_cacheslide.storage import Rank
@@ -45,7 +47,8 @@ class Restored:
     def take(self, numbers: Mapping[str, int]) -> dict[int, StoredContext]:
         """By number, those that every rank has; of the others nobody will ask, and they go."""
         mine, self._mine, self._common = self._mine, {}, {}
-        self._store.remove(context for name, context in mine.items() if name not in numbers)
+        with suppress(StoreError):  # logged; nobody asks for them any more
+            self._store.remove(context for name, context in mine.items() if name not in numbers)
         return {number: mine[name] for name, number in numbers.items() if name in mine}
 
 

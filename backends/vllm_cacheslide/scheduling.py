@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cacheslide_agents.errors import CacheSlideError
+from cacheslide_agents.errors import CacheSlideError, RequestError
 from cacheslide_agents.pages.base import StoredContext
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.orders import Keep, Note, Prefill, StepOrders, StepResults
@@ -23,6 +23,7 @@ from vllm_cacheslide.planning import (
     Planning,
     ids_of,
     left_to_vllm,
+    new_salt,
     wants_prompt_logprobs,
 )
 from vllm_cacheslide.stamp import expect_stamp
@@ -57,19 +58,25 @@ class Scheduling:
 
     def arrived(self, request: Request) -> None:
         """Plan an annotated request, and keep its blocks apart: from other namespaces, and from
-        everybody if they will not be exact."""
+        everybody if they will not be exact or if its namespace cannot be told."""
         params = request.kv_transfer_params
-        if not params or PARAMETER not in params or request.prompt_token_ids is None:
+        if not params or PARAMETER not in params:
             return
         try:
             expect_stamp(params, self._stamp)
-            annotation = Annotation.from_params(params).bound_to(request.prompt_token_ids)
-        except CacheSlideError as error:
-            log.warning("request %s: annotation ignored: %s", request.request_id, error)
+        except RequestError as error:
+            log.warning("request %a: annotation ignored: %s", request.request_id, error)
             return
-        planned = self._sibling(request, annotation) or self._planning.plan(request, annotation)
+        try:
+            planned, salt = self._planned_and_salt(request, params)
+        except Exception as error:
+            _salt(request, new_salt())
+            unforeseen = not isinstance(error, CacheSlideError)
+            message = "request %a: left to vLLM, its blocks for itself: %s"
+            log.warning(message, request.request_id, error, exc_info=unforeseen)
+            return
+        _salt(request, salt)
         self._planned[request.request_id] = planned
-        _salt(request, planned.salt or self._salt_of_namespace(request, annotation))
 
     def matched(self, request: Request, local: int) -> int | None:
         """Tokens beyond `local` that our workers provide; `None`: ask again in the next step."""
@@ -159,6 +166,16 @@ class Scheduling:
             self._planning.cost.observe(work, seconds)
         self._planning.off = self._planning.off or results.off
 
+    def _planned_and_salt(
+        self, request: Request, params: Mapping[str, Any]
+    ) -> tuple[Planned, str | None]:
+        """`RequestError` for an annotation that cannot be read or has no token ids to be about."""
+        if request.prompt_token_ids is None:
+            raise RequestError("its prompt is not in token ids")
+        annotation = Annotation.from_params(params).bound_to(request.prompt_token_ids)
+        planned = self._sibling(request, annotation) or self._planning.plan(request, annotation)
+        return planned, planned.salt or self._salt_of_namespace(request, annotation)
+
     def _is_stale(self, planned: Planned) -> bool:
         """What it was planned on has left since: its session's next context came first, say."""
         return not (planned.ordered or self._planning.directory.has(planned.sources))
@@ -178,19 +195,16 @@ class Scheduling:
 
         Made with the stamp, so that no client can name another's.
         """
-        if annotation.namespace == "default":
+        if (name := annotation.namespace) == "default":
             return None
-        named = f"{annotation.namespace}\0{request.cache_salt or ''}".encode()
-        return f"cacheslide-{blake2b(named, key=self._stamp.encode()[:64]).hexdigest()}"
+        text = f"{len(name)} {name}{request.cache_salt or ''}".encode("utf-8", "surrogatepass")
+        return f"cacheslide-{blake2b(text, key=self._stamp.encode()[:64]).hexdigest()}"
 
     def _sibling(self, request: Request, annotation: Annotation) -> Planned | None:
         """Another answer to the same prompt is under way: same plan, same blocks."""
         for other in self._planned.values():
-            said = other.annotation
-            if (said.request_id, said.namespace) == (
-                annotation.request_id,
-                annotation.namespace,
-            ) and np.array_equal(other.plan.ids, ids_of(request)):
+            same = np.array_equal(other.plan.ids, ids_of(request))
+            if same and other.annotation == annotation:
                 return replace(other, keeper=False, start=0, ordered=False)
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -17,7 +18,14 @@ from vllm_cacheslide.launch import WORKER, checked
 from vllm_cacheslide.plugin import PLUGIN, register
 from vllm_cacheslide.stamp import make_stamp
 
-_OURS = ("--model", "--kv-transfer-config", "--worker-cls")
+_OURS = {
+    "--model": "model",
+    "--kv-transfer-config": "kv_transfer_config",
+    "--worker-cls": "worker_cls",
+    "--kv-offloading-size": "kv_offloading_size",  # brings a connector of its own
+}
+"""Flags that are not the user's, and what they are in vLLM's arguments."""
+
 WRITING_S = 60
 """Seconds that a server may take to end, so that its workers can write what they have stored; vLLM
 would kill them at once. A flag or a variable of the user's replaces it."""
@@ -35,21 +43,16 @@ def serve(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> None
     make_stamp()
     register()
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    args = make_arg_parser(FlexibleArgumentParser(prog="cacheslide serve")).parse_args(argv)
-    validate_parsed_serve_args(args)
-    ServeSubcommand.cmd(args)
+    ServeSubcommand.cmd(parsed(argv, flags))
 
 
 def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> list[str]:
     """vLLM's command line. `RequestError` for flags that we set ourselves; raises as `checked`."""
     for flag in flags:
-        if (name := flag.partition("=")[0].replace("_", "-")) in _OURS:
-            raise RequestError(f"{name} is set by `cacheslide serve` itself; leave it out")
+        _expect_theirs(_name(flag))
     ready = checked(model, settings)
     ours = ["--model", ready.model, "--served-model-name", model]
     ours += ["--kv-transfer-config", json.dumps(ready.transfer), "--worker-cls", WORKER]
@@ -57,6 +60,59 @@ def arguments(model: str, flags: Sequence[str], settings: Mapping[str, Any]) -> 
     if ready.settings.store_path is not None:
         ours += ["--shutdown-timeout", str(WRITING_S)]
     return [*ours, *flags]
+
+
+def parsed(argv: Sequence[str], flags: Sequence[str]) -> Namespace:
+    """What vLLM makes of `argv`, of which the user's `flags` are the end.
+
+    `RequestError` for what it refuses (argparse itself ends the process, with a line that says
+    why), and for flags of ours that come in abbreviated, from a file or as a second model.
+    """
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="cacheslide serve"))
+    ours = parser.parse_args(list(argv[: len(argv) - len(flags)]))
+    try:
+        args: Namespace = parser.parse_args(list(argv))
+    except IndexError:  # of a flag with a dot in it, whose value is looked for behind it
+        raise RequestError(f"{argv[-1]} lacks its value") from None
+    except Exception as error:
+        raise RequestError(f"vLLM refuses {_named('config', flags)}: {error}") from error
+    try:
+        validate_parsed_serve_args(args)
+    except Exception as error:
+        refused = _named(getattr(error, "parameter", None) or "", flags)
+        raise RequestError(f"vLLM refuses {refused}: {error}") from error
+    if args.model_tag is not None:
+        raise RequestError(f"a second model, {args.model_tag!r}; one is served, leave it out")
+    for flag, name in _OURS.items():
+        if _settled(getattr(args, name)) != _settled(getattr(ours, name)):
+            _expect_theirs(flag)
+    return args
+
+
+def _named(parameter: str, flags: Sequence[str]) -> str:
+    """The flag that sets `parameter`, if the user has given it."""
+    flag = f"--{parameter.replace('_', '-')}"
+    return flag if flag in map(_name, flags) else "the flags"
+
+
+def _name(flag: str) -> str:
+    """As vLLM reads it: without a value, and without the part of the value that a dot names."""
+    return flag.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
+def _settled(value: Any) -> Any:
+    """Without the id that every connector's configuration is born with."""
+    if not hasattr(value, "engine_id"):
+        return value
+    return {name: each for name, each in vars(value).items() if name != "engine_id"}
+
+
+def _expect_theirs(flag: str) -> None:
+    if flag in _OURS:
+        raise RequestError(f"{flag} is set by `cacheslide serve` itself; leave it out")
 
 
 def plugins(allowed: str | None) -> list[str]:

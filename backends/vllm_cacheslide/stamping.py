@@ -59,9 +59,7 @@ class Desk:
         params = request.get("kv_transfer_params")
         if not isinstance(params, dict) or PARAMETER not in params:
             return body
-        name = headers.get(_REQUEST_ID) or request.get("request_id")
-        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_ID:
-            name = uuid4().hex
+        name = _name(headers.get(_REQUEST_ID) or request.get("request_id"))
         headers[_REQUEST_ID] = name
         tenant = self.tenant_of(headers)
         receipt_id = self.receipt_id(tenant, f"{kind}-{name}")
@@ -93,6 +91,12 @@ class Stamping:
             log.warning("a chunk plan was not read", exc_info=True)
         headers["content-length"] = str(len(body))
         await self.app(scope, _replayed(body, receive), send)
+
+
+def _name(given: Any) -> str:
+    """The client's own name for its request, if a header and a URL can hold it; else a new one."""
+    fits = isinstance(given, str) and 0 < len(given) <= _LONGEST_ID
+    return given if fits and given.isascii() and given.isprintable() else uuid4().hex
 
 
 def _kind(scope: Scope) -> str | None:

@@ -8,11 +8,13 @@ densely, a keep that fails is given up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
-from cacheslide_agents.errors import NonFiniteError
+from cacheslide_agents.errors import NonFiniteError, StoreError
 from cacheslide_agents.pages.base import StoredContext
 from cacheslide_agents.pages.slide import SlideStore
 from cacheslide_agents.policies.base import Plan, PlannedRun
@@ -28,6 +30,8 @@ from vllm_cacheslide.receipts import Receipts
 from vllm_cacheslide.restoring import Restored
 from vllm_cacheslide.rows import Job
 from vllm_cacheslide.storage import Rank, StoreNews
+
+Exact = npt.NDArray[np.bool_]
 
 
 class Working:
@@ -50,7 +54,7 @@ class Working:
         self._rank, self._stored, self._acted = rank, StoreNews(store), False
         self._ages = ages
         self._contexts: dict[int, StoredContext] = {}
-        self._fallen: set[str] = set()
+        self._fallen: dict[str, Exact] = {}
         self._lost: set[int] = set()
         self._observed: list[tuple[Work, float]] = []
 
@@ -63,7 +67,8 @@ class Working:
             self._keep(keep)
         if orders.keeps or (self._ages and (orders.prefills or orders.notes)):
             self._find_lost()
-        self._fallen.difference_update(orders.ended)
+        for ended in orders.ended:
+            self._fallen.pop(ended, None)
         for note in orders.notes:
             self._note(note)
         return self._fill(orders.prefills)
@@ -84,13 +89,15 @@ class Working:
         return self._stored.take() | told
 
     def _keep(self, order: Keep) -> None:
-        dense = order.engine_id in self._fallen
+        fallen = self._fallen.get(order.engine_id)
         assert order.context is not None
         context = replace(order.context, key=self._rank.own(order.context.key))
-        if dense:
-            context = replace(context, exact=np.ones(len(context), dtype=np.bool_))
+        if fallen is not None:
+            context = replace(context, exact=_continued(fallen, len(context)))
         try:
-            kept = self._keeping.keep(replace(order, context=context), self._contexts, dense)
+            kept = self._keeping.keep(
+                replace(order, context=context), self._contexts, fallen is not None
+            )
         except Exception:  # the answer is out already; only the next turn is slower
             log.warning("request %s: context not kept", order.request_id, exc_info=True)
             kept = False
@@ -123,7 +130,7 @@ class Working:
                 log.warning("request %s: dense after trouble: %s", job.request_id, job.trouble)
                 dense = self._dense_job(order, job.trouble)
                 again[dense] = order
-                self._fallen.add(order.engine_id)
+                self._fallen[order.engine_id] = dense.plan.exact
             else:
                 self._tell(job, order)
         self._drop_sources(again)
@@ -139,7 +146,8 @@ class Working:
         for job, order in again.items():
             if job.plan.reason.startswith(NonFiniteError.__name__):
                 numbers = {number for number in order.sources if number in self._contexts}
-                self.store.remove(self._contexts[number] for number in numbers)
+                with suppress(StoreError):  # logged; nobody asks for them any more
+                    self.store.remove(self._contexts[number] for number in numbers)
         if again:
             self._find_lost()
 
@@ -169,11 +177,14 @@ class Working:
         return replace(self._made(order, plan, active, trouble), canonical=order.canonical)
 
     def _dense_job(self, order: Prefill, why: str) -> Job:
-        """`start` stays: what vLLM had of the prompt is its own, exact."""
+        """`start` stays: what vLLM had of the prompt is its own, or what this very request filled
+        before it was preempted, which need not be exact.
+        """
         plan = dense_plan(
             order.plan.ids, order.plan.spans, order.plan.policy, outcome="fallback", reason=why
         )
-        return self._made(order, plan, plan.active, "")
+        exact = _continued(order.plan.exact[: order.start], len(plan.ids))
+        return self._made(order, replace(plan, exact=exact), plan.active, "")
 
     def _made(self, order: Prefill, plan: Plan, active: np.ndarray, trouble: str) -> Job:
         rows = order.start + np.flatnonzero(active[order.start : len(plan.ids) - 1])
@@ -231,3 +242,8 @@ class Working:
                 plan_s=order.plan_s,
             )
         )
+
+
+def _continued(exact: Exact, tokens: int) -> Exact:
+    """For a context of `tokens` that was computed densely behind its first, which are `exact`."""
+    return np.concatenate([exact, np.full(tokens - len(exact), exact.all())])

@@ -6,13 +6,14 @@ In: a folder with `hotpotqa/dev.jsonl`, `hotpotqa/reflexion_dev.jsonl`, `msc/dev
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cacheslide_agents.chunks import not_unicode
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import json_lines
 
 T = TypeVar("T")
 
@@ -116,7 +117,12 @@ class Record:
         if not isinstance(value, kind):
             found = "missing" if name not in self.values else f"a {type(value).__name__}"
             raise DataError(f"{self.where}: {name!r} is {found}; it must be a {kind.__name__}")
+        self._check_text(name, value)
         return value
+
+    def _check_text(self, name: str, value: Any) -> None:
+        if isinstance(value, str) and (wrong := not_unicode(value)):
+            raise DataError(f"{self.where}: {name!r} {wrong}")
 
     def optional(self, name: str, kind: type[T], default: T) -> T:
         return default if self.values.get(name) is None else self.get(name, kind)
@@ -129,6 +135,8 @@ class Record:
         values = self.get(name, list)
         if not all(isinstance(value, str) for value in values):
             raise DataError(f"{self.where}: {name!r} must hold strings only")
+        for value in values:
+            self._check_text(name, value)
         return tuple(values)
 
 
@@ -140,26 +148,19 @@ def _object(value: Any, where: str) -> Mapping[str, Any]:
 
 def _read(path: Path, parse: Callable[[Record], T]) -> list[T]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        records = [parse(_record(value, where)) for where, value in json_lines(path)]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read ({error}); the data folder must hold hotpotqa/, msc/, "
             "swe_agent/ and text/ with their .jsonl files"
         ) from error
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            records.append(parse(_record(line, f"{path}:{number}")))
     if not records:
         raise DataError(f"{path} holds no records")
     return records
 
 
-def _record(line: str, where: str) -> Record:
-    try:
-        return Record(_object(json.loads(line), where), where)
-    except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error})") from error
+def _record(value: Any, where: str) -> Record:
+    return Record(_object(value, where), where)
 
 
 def _hotpot_question(record: Record) -> HotpotQuestion:

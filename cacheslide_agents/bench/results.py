@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import parsed
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -105,19 +106,22 @@ def read_results(path: str | Path) -> Results:
     rows, summary = found.get("rows"), found.get("summary")
     if not isinstance(rows, list) or not isinstance(summary, dict):
         raise DataError(f"{where}: 'rows' must be a list and 'summary' an object")
-    found["rows"] = tuple(_typed(Row, row, f"{where}: rows[{i}]") for i, row in enumerate(rows))
+    found["rows"] = tuple(_row(row, f"{where}: rows[{i}]") for i, row in enumerate(rows))
     found["summary"] = {name: _summary(one, f"{where}: {name}") for name, one in summary.items()}
+    if lost := sorted(found["summary"].keys() - {row.policy for row in found["rows"]}):
+        raise DataError(f"{where}: the summary's {lost[0]!r} has no row")
     return _typed(Results, found, where)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in `path`, or `DataError`."""
+    """The JSON object in `path`, or `DataError`; a number that is not finite is no JSON."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
+    found = parsed(text, str(path), finite=True)
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object")
     return found
@@ -126,15 +130,25 @@ def read_json(path: str | Path) -> dict[str, Any]:
 def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
     """Replace `path` in one step, so that a killed run leaves the last complete file."""
     target = Path(path)
-    text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False)
     try:
+        text = json.dumps(value, indent=1, allow_nan=False, ensure_ascii=False)
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         draft.write_text(text + "\n", encoding="utf-8")
         os.replace(draft, target)
-    except (OSError, ValueError) as error:  # an empty name is a ValueError
+    except (OSError, ValueError) as error:  # an empty name, or a figure that is not finite
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{str(path)!r} cannot be written: {reason}") from error
+
+
+def _row(value: Any, where: str) -> Row:
+    """Nothing that a row counts or times is below 0, and every prompt has a token."""
+    row = _typed(Row, value, where)
+    for name, one in asdict(row).items():
+        least = 1 if name == "prompt_tokens" else 0
+        if isinstance(one, int | float) and one < least:
+            raise DataError(f"{where}: {name!r} is {one!r}; it must be at least {least}")
+    return row
 
 
 def _summary(value: Any, where: str) -> PolicySummary:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.console import description, emit, notes, screen
 from cacheslide_agents.cli.engine import opened
 from cacheslide_agents.errors import RequestError
 
@@ -131,7 +131,8 @@ def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
     """A bar on stderr, if a terminal is there to draw it."""
     console = notes()
     hidden = not (shown and console.is_terminal)
-    with Progress(console=console, disable=hidden, transient=True) as bar:
+    columns = (description(), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         row = bar.add_task("starting", total=None)
 
         def update(done: int, total: int, label: str) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen
 from cacheslide_agents.cli.exit_codes import DOES_NOT_HOLD
-from cacheslide_agents.errors import RequestError
+from cacheslide_agents.errors import RequestError, StoreError
 
 if TYPE_CHECKING:
     from cacheslide_agents.pages.disk import Disk
@@ -142,6 +142,12 @@ def rm(
     with _writing(store, rank) as opened:
         found = [context for context in opened.contexts() if _matches(context, *chosen)]
         removed = opened.remove(found)
+        spared = int(opened.metrics()["spared_extents"])
+    if spared:
+        raise StoreError(
+            f"{removed} contexts removed, but {spared} extents stay for contexts that could not be "
+            "looked at; see `cacheslide cache verify`, mend the disk, and remove again"
+        )
     if as_json:
         emit({"removed": removed})
     else:

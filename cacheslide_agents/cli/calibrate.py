@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.console import description, emit, notes, screen, waiting
 from cacheslide_agents.cli.engine import opened
 from cacheslide_agents.errors import DataError, RequestError
 
@@ -56,7 +56,8 @@ def calibrate(
     as_json: options.Json = False,
 ) -> None:
     """Learn where the chunks of a task usually stand (CCPE), for a CoPE model."""
-    from cacheslide_agents.position.profile import Calibrates
+    from cacheslide_agents.position.profile import Calibrates, check_place
+    from cacheslide_agents.training.output import claimed
 
     if (trace is None) == (task is None) or (task is None) != (data is None):
         raise RequestError("give either TRACE, or --task with --data")
@@ -66,7 +67,10 @@ def calibrate(
         last = skip + prompts
         asked = _requests(loaded, trace, task, data, -(-last // 2), seed, max_prompt_tokens)
         encoded = _encoded(loaded, islice(asked, skip, last), max_prompt_tokens)
-        made = list(_learnt(loaded, encoded, out))
+        with claimed(out):
+            for named in encoded:
+                check_place(out, named)
+            made = list(_learnt(loaded, encoded, out))
     if as_json:
         emit({"model": loaded.model_id, "profiles": [_described(*pair) for pair in made]})
         return
@@ -106,7 +110,7 @@ def _encoded(
     encoder = ChatEncoder(backend.tokenizer)
     longest = min(max_prompt_tokens, backend.max_model_len)
     found: dict[str, dict[tuple[int, ...], EncodedPrompt]] = {}
-    with notes().status("reading prompts"):
+    with waiting("reading prompts"):
         for request in requests:
             prompt = request.encode(encoder)
             if len(prompt.ids) <= longest:
@@ -140,7 +144,7 @@ def _learnt(
 
 @contextmanager
 def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (TextColumn(task), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (description(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = notes()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         row = bar.add_task(task, total=total)

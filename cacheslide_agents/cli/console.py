@@ -14,12 +14,17 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import ProgressColumn, TextColumn
+from rich.status import Status
+from rich.text import Text
 from typer.core import TyperGroup
 
 from cacheslide_agents.cli.exit_codes import BAD_INPUT, BROKEN_PIPE, INTERRUPTED
-from cacheslide_agents.errors import CacheSlideError
+from cacheslide_agents.errors import CacheSlideError, DataError
 
 FILE_WIDTH = 200
+_LITERAL: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+"""What prompts, models and files hold is shown as it is."""
 
 
 class Commands(TyperGroup):
@@ -74,17 +79,32 @@ class _Console(Console):
 
 def notes() -> Console:
     """Where progress, receipts and remarks go: stderr."""
-    return _Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    return _Console(stderr=True, soft_wrap=True, **_LITERAL)
 
 
 def screen() -> Console:
     """Where tables go: stdout, wide when there is no terminal to fit them into."""
     width = None if sys.stdout.isatty() else FILE_WIDTH
-    return _Console(highlight=False, markup=False, width=width)
+    return _Console(width=width, **_LITERAL)
+
+
+def waiting(doing: str) -> Status:
+    """A sign of life on stderr for the length of a block. What it says is shown as it is."""
+    return notes().status(Text(doing))
+
+
+def description() -> ProgressColumn:
+    """The column of a bar that says what is done; a task's name in it is shown as it is."""
+    return TextColumn("{task.description}", markup=False)
 
 
 def emit(value: Any) -> None:
-    """Write `value` to stdout as JSON."""
+    """Write `value` to stdout as JSON; `DataError`, and nothing written, if it is none."""
     spelled = "utf" in (sys.stdout.encoding or "utf").lower()
-    json.dump(value, sys.stdout, ensure_ascii=not spelled, indent=1)
-    sys.stdout.write("\n")
+    try:
+        text = json.dumps(value, ensure_ascii=not spelled, indent=1, allow_nan=False)
+    except ValueError as error:
+        raise DataError(
+            f"a figure is not finite, which JSON cannot say ({error}); leave out --json to see it"
+        ) from error
+    sys.stdout.write(f"{text}\n")

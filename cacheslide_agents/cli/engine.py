@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheslide_agents.backend import Backend, load_backend
-from cacheslide_agents.cli.console import notes
+from cacheslide_agents.cli.console import waiting
 from cacheslide_agents.errors import RequestError
 
 
@@ -25,7 +25,7 @@ def opened(
         if name == "model" or name in options:
             raise RequestError(f"--set {name}=... has an option of its own: --{name}")
         given[name] = value
-    with notes().status(f"loading {model}"):
+    with waiting(f"loading {model}"):
         loaded = load_backend(backend, model=model, **given)
     try:
         yield loaded
@@ -34,11 +34,11 @@ def opened(
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    """NAME=VALUE; a value that is no JSON is text."""
+    """NAME=VALUE; a value that is no JSON is text, and so is one too large to be read as JSON."""
     name, separator, value = text.partition("=")
     if not separator or not name.isidentifier():
         raise RequestError(f"--set {text!r} must be NAME=VALUE, e.g. --set enforce_eager=true")
     try:
         return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return name, value

@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.console import emit, notes, screen, waiting
 from cacheslide_agents.cli.engine import opened
 from cacheslide_agents.cli.models import model_folder
 from cacheslide_agents.errors import RequestError
@@ -81,7 +81,7 @@ def replay(
     elif calibrate:
         with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
             basis = measure_prices(loaded, islice(requests(), MEASURED), found, chosen)
-    with notes().status("replaying"):
+    with waiting("replaying"):
         predictions = list(predict(requests(), found, chosen, store_bytes=store_mib * MIB))
     report = _Report(found, model, predictions, basis, against)
     report.emit() if as_json else report.show()

@@ -46,7 +46,9 @@ def report(
         else:
             notes().print(f"written to {plot}")
         return
-    if name := study.get("study"):
+    if not isinstance(name := study.get("study", ""), str):
+        raise DataError(f"{results}: 'study' is a {type(name).__name__}; it must be a name")
+    if name:
         _study(STUDY_REPORTS.get(name, FLAT), study, page=page, as_json=as_json)
         return
     found = read_results(results)

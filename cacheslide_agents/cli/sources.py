@@ -15,6 +15,7 @@ from typing import Any
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.cli.templates import find_template, read_values
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import parsed
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.logged import LoggedRequest, read_request
 from cacheslide_agents.prompt.words import WordEncoder, encode_rendered
@@ -84,18 +85,17 @@ def _records(text: str, path: Path) -> Iterator[tuple[int, Any]]:
     try:
         yield 1, json.loads(text)
         return
-    except RecursionError as error:
-        raise DataError(f"{path} nests too deeply") from error
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield number, json.loads(line)
-            except ValueError as error:
+                record = parsed(line, f"{path}:{number}")
+            except DataError:
                 if number == 1 and path.suffix not in {".json", ".jsonl"}:
                     return
-                raise DataError(f"{path}:{number}: not JSON ({error})") from error
+                raise
+            yield number, record
 
 
 def _on_line(records: list[tuple[int, Any]], path: Path, line: int) -> LoggedRequest:

@@ -5,12 +5,12 @@ In: a template's name or file, a JSON file or stdin. Out: a template, and a mapp
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import parsed
 from cacheslide_agents.prompt.template import SUFFIX, PromptTemplate
 
 
@@ -33,11 +33,11 @@ def read_values(source: str) -> dict[str, Any]:
     """The JSON object in file `source`, or on stdin for `-`; `DataError` if there is none."""
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
-        values = json.loads(text)
     except OSError as error:
         raise DataError(f"{source}: values cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{source}: values are not JSON: {error}") from error
+    values = parsed(text, source, wrong="values are not JSON")
     if not isinstance(values, dict):
         raise DataError(f"{source}: values must be a JSON object, not a {type(values).__name__}")
     return values

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import emit, notes, screen
+from cacheslide_agents.cli.console import description, emit, notes, screen
 from cacheslide_agents.errors import RequestError
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ def train(
     from cacheslide_agents.training.recipe import Recipe
     from cacheslide_agents.training.run import Job
     from cacheslide_agents.training.run import train as run
+    from torch_cacheslide.threads import set_threads
 
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_threads(threads)
     recipe = Recipe(
         transfer_tokens=tokens,
         distil_tokens=distil_tokens,
@@ -107,7 +108,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[Report], None]]:
     columns = (
-        TextColumn("{task.description}"),
+        description(),
         BarColumn(),
         TextColumn("{task.fields[speed]}"),
         TimeRemainingColumn(),

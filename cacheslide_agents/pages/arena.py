@@ -23,7 +23,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class Arena:
-    """`capacity` blocks [layers, 2, kv_heads, PAGE_TOKENS, head_dim]; memory is touched on use."""
+    """`capacity` blocks [layers, 2, kv_heads, PAGE_TOKENS, head_dim].
+
+    Memory is touched on use, but for a `pinned` one's, all of which is page-locked at once.
+    """
 
     def __init__(self, geometry: Geometry, capacity: int, *, pinned: bool = False) -> None:
         self.geometry, self.capacity, self.pinned = geometry, capacity, pinned

@@ -15,6 +15,7 @@ from cacheslide_agents.pages.block import Place
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.extents import Page
 from cacheslide_agents.pages.geometry import Geometry
+from cacheslide_agents.pages.trouble import told
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,16 @@ def audit(disk: Disk) -> Iterator[Fault]:
     if disk.damaged:
         yield Fault(f"{disk.damaged} rows of the index are damaged; their contexts are lost")
     if disk.missing:
-        yield Fault(f"{disk.missing} contexts are lost: their extents are missing or truncated")
+        yield Fault(
+            f"{disk.missing} contexts are lost: their extents are missing, truncated or cannot be "
+            "looked at"
+        )
     for number, (geometry, _, _) in disk.extents.items():
         places = disk.needed_in(number)
         for layer in range(geometry.layers):
             try:
                 disk.read(places, layer, _buffers(geometry, len(places)))
-            except PageError:
+            except (PageError, OSError):
                 yield from _single_pages(disk, geometry, places, layer)
 
 
@@ -50,6 +54,8 @@ def _single_pages(
             disk.read([place], layer, _buffers(geometry, 1))
         except PageError as error:
             yield Fault(str(error), place.extent, layer, place.position)
+        except OSError as error:
+            yield Fault(f"not looked at: {told(error)}", place.extent, layer, place.position)
 
 
 def _buffers(geometry: Geometry, count: int) -> list[Page]:

@@ -7,22 +7,45 @@ torn page is left as it is.
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
-from cacheslide_agents.errors import PageError
+from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages.arena import Arena
 from cacheslide_agents.pages.block import Block, Place
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.holdings import Holdings
 from cacheslide_agents.pages.spill import Spiller
+from cacheslide_agents.pages.trouble import told
 
 log = logging.getLogger(__name__)
 
 
-def compact(holdings: Holdings, spiller: Spiller, at_most_live: float) -> int:
-    """Rewrite extents of which at most that share of the blocks is needed; bytes freed."""
+class Compacted(NamedTuple):
+    """`trouble`: why some extents could not be written anew, and what to do about it."""
+
+    freed: int
+    trouble: str
+
+
+def compact_all(holdings: Holdings, spiller: Spiller) -> int:
+    """Bytes freed on SSD. `StoreError` when it could not be done, or only in part."""
     disk = holdings.disk
     assert disk is not None
     before = disk.nbytes
+    spiller.must_commit("nothing was compacted")
+    done = compact(holdings, spiller, at_most_live=1.0)
+    if done.trouble:
+        raise StoreError(f"the page store in {disk.folder} is not all compacted: {done.trouble}")
+    return before - disk.nbytes
+
+
+def compact(holdings: Holdings, spiller: Spiller, at_most_live: float) -> Compacted:
+    """Rewrite extents of which at most that share of the blocks is needed, until the index cannot
+    be written.
+    """
+    disk = holdings.disk
+    assert disk is not None
+    before, trouble = disk.nbytes, ""
     at = {
         block.copy: block
         for entry in holdings.catalog.entries()
@@ -30,9 +53,18 @@ def compact(holdings: Holdings, spiller: Spiller, at_most_live: float) -> int:
         if block.copy is not None
     }
     for number, (_, blocks, live) in disk.extents.items():
-        if 0 < live <= at_most_live * blocks and live < blocks:
-            _move(holdings, spiller, disk, number, at)
-    return before - disk.nbytes
+        if 0 < live <= at_most_live * blocks and live < blocks and disk.may_go(number):
+            try:
+                _move(holdings, spiller, disk, number, at)
+            except PageError as error:
+                log.warning("not compacted: %s", error)
+            except OSError as error:
+                log.warning("%s: extent %d not compacted: %s", disk.folder, number, error)
+                trouble = told(error)
+            except StoreError as error:
+                trouble = str(error)
+                break
+    return Compacted(before - disk.nbytes, trouble)
 
 
 def _move(
@@ -46,16 +78,9 @@ def _move(
     pages = [
         [staging.page(slot, at) for at in range(geometry.layers)] for slot in range(len(places))
     ]
-    try:
-        for layer in range(geometry.layers):
-            disk.read(places, layer, [block[layer] for block in pages])
-        extent = disk.write(geometry, pages)
-    except PageError as error:
-        log.warning("not compacted: %s", error)
-        return
-    except OSError as error:
-        log.warning("%s: extent %d not compacted: %s", disk.folder, number, error)
-        return
+    for layer in range(geometry.layers):
+        disk.read(places, layer, [block[layer] for block in pages])
+    extent = disk.write(geometry, pages)
     moved = [at[place] for place in places]
     owners = {owner for block in moved for owner in block.owners}
     for block, place in zip(moved, disk.adopt(extent), strict=True):
@@ -68,4 +93,4 @@ def _move(
             owner.replaces.add(owner.row)
             owner.row = None
             holdings.uncommitted[owner] = None
-    spiller.commit()
+    spiller.must_commit("what was compacted lies there twice")

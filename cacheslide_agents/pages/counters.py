@@ -76,6 +76,7 @@ class Counters:
             "ssd_budget_bytes": float(self._limits.disk_bytes),
             "damaged_rows": float(disk.damaged),
             "missing_extents": float(disk.missing),
+            "spared_extents": float(len(disk.spared)),
             "write_amplification": disk.written_bytes / dirtied if dirtied else 0.0,
         }
         now = kernel_write_bytes()

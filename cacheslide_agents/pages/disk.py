@@ -23,6 +23,7 @@ from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.index import Index
 from cacheslide_agents.pages.lock import FolderLock
 from cacheslide_agents.pages.rows import ContextRow, ExtentRow
+from cacheslide_agents.pages.trouble import FULL
 from cacheslide_agents.paths import expanded
 
 log = logging.getLogger(__name__)
@@ -56,13 +57,18 @@ class Disk:
         self._places: dict[int, tuple[Place, ...]] = {}
         self._forgotten: set[int] = set()
         self._pending: dict[int, ExtentRow] = {}
+        self.spared: set[int] = set()
+        """Extents that contexts may need which could not be looked at; they stay."""
         self._table = {row.number: row for row in self._index.extents()}
         self.nbytes = sum(map(_bytes_of, self._table.values()))
         """Of all extents, dead places included."""
         self.missing = 0
         self.written_bytes = 0
         self.contexts = [row for row in self._index.contexts() if self._is_whole(row)]
-        self._next = max({0, *self._table, *self._extents.numbers()}) + 1
+        known = {*self._table, *self._files()}
+        if not self._index.whole:
+            self.spared |= known
+        self._next = max({0, *known}) + 1
         for row in self.contexts:
             self._keep(row)
         if not self.read_only:
@@ -71,41 +77,55 @@ class Disk:
             except OSError as error:
                 log.warning("%s: not cleaned up: %s", self.folder, error)
 
+    def _files(self) -> set[int]:
+        try:
+            return self._extents.numbers()
+        except OSError as error:
+            log.warning("%s cannot be listed: %s", self._extents.folder, error)
+            return set()
+
     def _prepare(self) -> FolderLock:
         try:
             for folder in (self.folder, self._extents.folder):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             return FolderLock(self.folder)
         except OSError as error:
+            mend = "make room on the disk" if error.errno in FULL else "make the folder writable"
             raise StoreError(
-                f"the page store in {self.folder} cannot be written: {error.strerror}; make the "
-                "folder writable, use another one, or open it with read_only=True"
+                f"the page store in {self.folder} cannot be written: {error.strerror}; {mend}, use "
+                "another one, or open it with read_only=True"
             ) from error
 
     def _is_whole(self, row: ContextRow) -> bool:
-        """Whether all its blocks lie where the index says, in files as long as they must be."""
-        for number in {place.extent for place in row.places}:
-            extent = self._table.get(number)
-            size = self._size(number)
-            if extent is None or size != _bytes_of(extent):
-                self.missing += 1
-                log.warning(
-                    "%s: a context of %d tokens is lost: extent %d is missing or truncated",
-                    self.folder, len(row.context), number,
-                )  # fmt: skip
-                self._forgotten.add(row.row or 0)
-                return False
-        return True
-
-    def _size(self, number: int) -> int | None:
+        """Whether all its blocks lie where the index says, in files as long as they must be. Where
+        that cannot be seen, the context is left out, and stays on SSD for another opening.
+        """
+        numbers = {place.extent for place in row.places}
         try:
-            return self._extents.path(number).stat().st_size
-        except OSError:
-            return None
+            lost = [number for number in numbers if not self._is_there(number)]
+            why = f"extent {lost[0]} is missing or truncated" if lost else ""
+        except OSError as error:
+            self.spared |= numbers
+            lost, why = [], str(error)
+        if not why:
+            return True
+        self.missing += 1
+        log.warning("%s: a context of %d tokens is lost: %s", self.folder, len(row.context), why)
+        if lost and self._index.whole:
+            self._forgotten.add(row.row or 0)
+        return False
+
+    def _is_there(self, number: int) -> bool:
+        extent = self._table.get(number)
+        try:
+            size = self._extents.path(number).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return extent is not None and size == _bytes_of(extent)
 
     def _sweep(self) -> None:
         """Remove what a crash left: files the index does not know, extents nobody needs."""
-        for number in self._extents.numbers() - set(self._table):
+        for number in self._extents.numbers() - set(self._table) - self.spared:
             self._extents.remove(number)
         self.commit()
 
@@ -151,7 +171,9 @@ class Disk:
         return places
 
     def read(self, places: Sequence[Place], layer: int, into: Sequence[Page]) -> None:
-        """Pages of one layer, verified. `PageError` names the extent that is not as written."""
+        """Pages of one layer, verified. `PageError` names the extent that is not as written;
+        `OSError` when this process is short of files or memory.
+        """
         by_extent: dict[int, list[tuple[int, Page]]] = {}
         for place, page in zip(places, into, strict=True):
             by_extent.setdefault(place.extent, []).append((place.position, page))
@@ -175,6 +197,10 @@ class Disk:
             del self._needed[place]
             self._live[place.extent] -= 1
 
+    def may_go(self, number: int) -> bool:
+        """Whether that extent goes as soon as nobody who is known needs it."""
+        return number not in self.spared
+
     def forget(self, rows: Iterable[int]) -> None:
         """Rows of contexts that the next commit deletes."""
         self._forgotten.update(rows)
@@ -189,10 +215,13 @@ class Disk:
             for place in self._places.pop(row, ()):
                 self.release(place)
         needed_now = {place.extent for row in contexts for place in row.places}
-        dead = [n for n in self._table if not self._live[n] and n not in needed_now]
+        unneeded = [n for n in self._table if not self._live[n] and n not in needed_now]
+        dead = [number for number in unneeded if self.may_go(number)]
         fresh = [extent for number, extent in self._pending.items() if number not in dead]
-        if not (fresh or contexts or forgotten or dead):
+        if not (fresh or contexts or forgotten or dead or self._index.unsound):
             return []
+        assert self._lock is not None
+        self._lock.check(self.folder)
         rows = self._index.commit(fresh, contexts, dead, forgotten)
         for context, made in zip(contexts, rows, strict=True):
             self._keep(context, made)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from cacheslide_agents.errors import PageError
 from cacheslide_agents.pages.geometry import Geometry
+from cacheslide_agents.pages.trouble import SHORT
 
 log = logging.getLogger(__name__)
 MAGIC = "cacheslide extent"
@@ -63,18 +64,19 @@ class Extents:
         path = self.path(number)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _write_all(file, [_header(number, geometry, len(blocks))])
-            for layer in range(geometry.layers):
-                pages = [block[layer] for block in blocks]
-                _write_all(file, pages)
-                sums[layer] = [checksum(page) for page in pages]
-            os.fsync(file)
+            try:
+                _write_all(file, [_header(number, geometry, len(blocks))])
+                for layer in range(geometry.layers):
+                    pages = [block[layer] for block in blocks]
+                    _write_all(file, pages)
+                    sums[layer] = [checksum(page) for page in pages]
+                os.fsync(file)
+            finally:
+                os.close(file)
+            self._sync_folder()
         except BaseException:
-            path.unlink(missing_ok=True)
+            self.remove(number)
             raise
-        finally:
-            os.close(file)
-        self._sync_folder()
         return sums
 
     def read(
@@ -88,25 +90,26 @@ class Extents:
     ) -> None:
         """Pages of one layer at positions `wanted` (ascending) into as many buffers.
 
-        Neighbours are read in one go. `PageError` when the file is gone, short or not what was
-        written.
+        Neighbours are read in one go. `PageError` when the file is gone, short, not what was
+        written or cannot be read; `OSError` when this process is short of files or memory.
         """
+        path = self.path(number)
         start = HEADER_BYTES + layer * sums.shape[1] * geometry.page_bytes
         try:
-            file = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            raise PageError(f"extent {self.path(number)} is missing") from error
-        try:
-            for first, last in _neighbours(wanted):
-                place = start + wanted[first] * geometry.page_bytes
-                _read_all(file, into[first:last], place, self.path(number))
-        finally:
-            os.close(file)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for first, last in _neighbours(wanted):
+                    place = start + wanted[first] * geometry.page_bytes
+                    _read_all(file, into[first:last], place, path)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise _unreadable(path, error) from error
         for position, page in zip(wanted, into, strict=True):
             if checksum(page) != int(sums[layer, position]):
                 raise PageError(
-                    f"extent {self.path(number)} is torn: page {position} of layer {layer} does "
-                    "not have its checksum"
+                    f"extent {path} is torn: page {position} of layer {layer} does not have its "
+                    "checksum"
                 )
 
     def remove(self, number: int) -> None:
@@ -154,6 +157,17 @@ def _read_all(file: int, buffers: Sequence[Page], place: int, path: Path) -> Non
             raise PageError(f"extent {path} is truncated")
         place += got
         left = _after(left, got)
+
+
+def _unreadable(path: Path, error: OSError) -> PageError | OSError:
+    if error.errno in SHORT:
+        return OSError(error.errno, error.strerror, str(path))
+    if isinstance(error, FileNotFoundError):
+        return PageError(f"extent {path} is missing")
+    return PageError(
+        f"extent {path} cannot be read: {error.strerror}; see that its disk is well and the file "
+        "may be read"
+    )
 
 
 def _after(buffers: list[memoryview], done: int) -> list[memoryview]:

@@ -159,6 +159,9 @@ class Keeper:
         try:
             pair = self._reader.read(reading)
             sound = True
+        except PageError as error:
+            self._holdings.lose(reading.blocks, error)
+            raise
         finally:
             self._reader.end(reading, sound=sound)
         return pair

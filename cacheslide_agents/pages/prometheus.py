@@ -28,9 +28,13 @@ GAUGES = frozenset(
         "ssd_bytes",
         "ssd_dead_bytes",
         "ssd_budget_bytes",
+        "spared_extents",
+        "idle_waiting",
+        "guard_kl",
+        "guard_on_dense",
     }
 )
-"""What can fall; everything else counts up."""
+"""What can fall, of a store or of a backend; everything else counts up."""
 
 Metrics = Callable[[], Mapping[str, float]]
 

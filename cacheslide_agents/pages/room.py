@@ -215,12 +215,14 @@ class Room:
         assert disk is not None and self._spiller is not None
         if disk.dead_bytes < nbytes:
             return False
-        return compact(self._holdings, self._spiller, at_most_live=0.5) > 0
+        return compact(self._holdings, self._spiller, at_most_live=0.5).freed > 0
 
     def _drop_stored(self) -> bool:
-        """Drop the least recently used context that has something on SSD."""
+        """Drop the least recently used context that has something on SSD that may go with it."""
+        disk = self._holdings.disk
+        assert disk is not None
         for entry in self._holdings.catalog.free():
-            if any(block.copy is not None for block in entry.blocks):
+            if any(b.copy is not None and disk.may_go(b.copy.extent) for b in entry.blocks):
                 self._drop([entry])
                 return True
         return False

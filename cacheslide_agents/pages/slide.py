@@ -21,7 +21,7 @@ from torch import Tensor
 from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages.base import ContextKey, LayerKV, ReusedRun, StoredContext, TokenRange
 from cacheslide_agents.pages.catalog import Catalog
-from cacheslide_agents.pages.compaction import compact
+from cacheslide_agents.pages.compaction import compact_all
 from cacheslide_agents.pages.counters import Counters
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.entry import Entry
@@ -106,7 +106,8 @@ class SlideStore:
         `reused` is gone, or the store is read-only. The tensors are copied.
 
         Residual checkpoints stay in memory and do not outlive the process. Raises `PageError` when
-        a tensor does not hold the context's tokens, or a run does not lie in its source.
+        a tensor does not hold the context's tokens, a run does not lie in its source, or a page of
+        a source is not as it was written.
         """
         with self._changed:
             self._check_open()
@@ -197,14 +198,16 @@ class SlideStore:
             self._holdings.catalog.pins.discard((namespace, session))
 
     def clear(self) -> None:
-        """Forget every context, pinned ones too, also on SSD; pins and counters stay."""
+        """Forget every context as `remove` does, pinned ones too; pins and counters stay."""
         with self._changed:
             for entry in self._holdings.catalog.entries():
                 entry.leases = 0
             self.remove(entry.context for entry in self._holdings.catalog.entries())
 
     def remove(self, contexts: Iterable[StoredContext]) -> int:
-        """Forget these, also on SSD, unless they are leased or gone already; how many."""
+        """Forget these, also on SSD if it may be written to, unless they are leased or gone; how
+        many. `StoreError` when they may be there again at the next opening.
+        """
         with self._changed:
             self._check_open()
             found = [self._holdings.catalog.get(context) for context in contexts]
@@ -212,7 +215,7 @@ class SlideStore:
             for entry in entries:
                 self._holdings.drop(entry, "cleared")
             if self._spiller is not None:
-                self._spiller.commit()
+                self._spiller.must_commit("what was removed may be there again at the next opening")
             return len(entries)
 
     def flush(self) -> None:
@@ -224,19 +227,14 @@ class SlideStore:
             self._wait()
             dirty = [block for block in self._holdings.host.blocks if block.dirt]
             if not (self._room.spill(dirty) and self._spiller.commit()):
-                raise StoreError(
-                    "the page store's files could not be written, its contexts are only in memory: "
-                    f"{self._spiller.trouble}"
-                )
+                raise self._spiller.refusal("its contexts are only in memory")
 
     def gc(self) -> int:
-        """Rewrite extents that hold little of use; bytes freed on SSD."""
+        """Rewrite extents that hold what nobody needs; bytes freed on SSD. `StoreError` when some
+        could not be."""
         with self._changed:
             self._check_open()
-            if self._spiller is None:
-                return 0
-            self._spiller.commit()
-            return compact(self._holdings, self._spiller, at_most_live=1.0)
+            return compact_all(self._holdings, self._spiller) if self._spiller is not None else 0
 
     def close(self) -> None:
         """Flush (trouble is only logged) and let go of everything; safe to call twice."""

@@ -7,11 +7,11 @@ makes it count and commits the contexts that are now whole on SSD.
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cacheslide_agents.errors import StoreError
 from cacheslide_agents.pages.block import Block
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.entry import Entry
@@ -21,6 +21,7 @@ from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.holdings import Holdings
 from cacheslide_agents.pages.packing import Packed, may_be_packed, pack
 from cacheslide_agents.pages.rows import ContextRow, ExtentRow
+from cacheslide_agents.pages.trouble import told
 
 log = logging.getLogger(__name__)
 MOST_BLOCKS = 64
@@ -79,7 +80,7 @@ class Spiller:
         try:
             spill.extent = self._disk.write(spill.geometry, spill.pages)
         except OSError as error:
-            spill.trouble = _told(error)
+            spill.trouble = told(error)
             log.warning("%s: blocks stay in memory, writing failed: %s", self._disk.folder, error)
 
     def end(self, spill: Spill) -> bool:
@@ -120,7 +121,7 @@ class Spiller:
             rows = self._disk.commit([row_of(entry) for entry in ready])
         except OSError as error:
             log.warning("%s: not committed, will be tried again: %s", self._disk.folder, error)
-            self.trouble = _told(error)
+            self.trouble = told(error)
             self._holdings.counts["write_failures"] += 1
             return False
         for entry, row in zip(ready, rows, strict=True):
@@ -128,19 +129,20 @@ class Spiller:
             self._holdings.uncommitted.pop(entry, None)
         return True
 
+    def must_commit(self, otherwise: str) -> None:
+        """`StoreError`, which says what follows, when it did not go; it will be tried again."""
+        if not self.commit():
+            raise self.refusal(otherwise)
+
+    def refusal(self, otherwise: str) -> StoreError:
+        return StoreError(
+            f"the page store's files could not be written, {otherwise}: {self.trouble}"
+        )
+
 
 def _slot(block: Block) -> int:
     assert block.slot is not None, "a block that is not in memory cannot be written"
     return block.slot
-
-
-def _told(error: OSError) -> str:
-    """The cause, and its mend."""
-    if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return f"{error}; leave the folder where it is while the store is open"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return f"{error}; make room on the disk"
-    return f"{error}; see that the folder can be written and the disk has room"
 
 
 def row_of(entry: Entry) -> ContextRow:

@@ -7,7 +7,7 @@ with `fusion` and `gate` deciding what becomes of the recomputed keys and values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Run, Span
-from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
+from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext, TokenRange
 from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector, run_mask
 from cacheslide_agents.selection.fusion import Fusion
 from cacheslide_agents.selection.gate import Gate
@@ -155,7 +155,9 @@ class ContextSource(Protocol):
     def find_isolated(
         self, key: ContextKey, ids: npt.NDArray[np.int64]
     ) -> StoredContext | None: ...
-    def load(self, context: StoredContext, layer: int) -> LayerKV: ...
+    def load(
+        self, context: StoredContext, layer: int, ranges: Sequence[TokenRange] | None = None
+    ) -> LayerKV: ...
 
 
 Probe = Callable[[Plan, npt.NDArray[np.int64], int], Tensor]

@@ -30,20 +30,13 @@ class Keys:
         self.probed_layer_tokens = 0
 
     def cached(self, positions: Positions, layer: int) -> Tensor:
-        """Cached keys of prompt `positions`, ascending, all inside runs."""
-        parts: list[Tensor] = []
-        for source, rows in _by_source(self._draft.runs, positions):
-            keys, _ = self._store.load(source, layer)
-            parts.append(keys.index_select(1, torch.from_numpy(rows).to(keys.device)))
-        if not parts:
-            return self._none(layer)
-        return _checked(torch.cat(parts, dim=1).transpose(0, 1), "cached", layer)
+        return cached_keys(self._store, self._draft.runs, positions, layer)
 
     def removed(self, layer: int) -> Tensor:
         """Keys of the cached context's tokens that are in no run; empty for chunks alone."""
         source = self._match.source
         if source is None:
-            return self._none(layer)
+            return self.cached(np.empty(0, dtype=np.int64), layer)
         spans = [(edit.cached_start, edit.cached_stop) for edit in self._match.edits]
         keys, _ = self._store.load(source, layer)
         gone = torch.from_numpy(_ranges(spans)).to(keys.device)
@@ -60,13 +53,21 @@ class Keys:
             self._probed[layer] = _checked(keys, "new", layer)
         return self._probed[layer]
 
-    def _none(self, layer: int) -> Tensor:
-        keys, _ = self._store.load(self._draft.runs[0].source, layer)
-        return _checked(keys[:, :0].transpose(0, 1), "cached", layer)
+
+def cached_keys(
+    store: ContextSource, runs: Sequence[PlannedRun], positions: Positions, layer: int
+) -> Tensor:
+    """Cached keys of prompt `positions`, ascending, all inside `runs`, of which there is one."""
+    parts: list[Tensor] = []
+    for source, rows in _by_source(runs, positions) or [(runs[0].source, positions)]:
+        first, stop = (int(rows.min()), int(rows.max()) + 1) if len(rows) else (0, 0)
+        keys, _ = store.load(source, layer, [(first, stop)])
+        parts.append(keys.index_select(1, torch.from_numpy(rows - first).to(keys.device)))
+    return _checked(torch.cat(parts, dim=1).transpose(0, 1), "cached", layer)
 
 
 def _by_source(
-    runs: tuple[PlannedRun, ...], positions: Positions
+    runs: Sequence[PlannedRun], positions: Positions
 ) -> list[tuple[StoredContext, Positions]]:
     """Cached indices of `positions`, grouped while consecutive runs come from one source."""
     groups: list[tuple[StoredContext, list[Positions]]] = []

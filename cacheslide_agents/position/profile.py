@@ -21,16 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cacheslide_agents.chunks import EncodedPrompt, Role, Span
+from cacheslide_agents.chunks import EncodedPrompt, Role, Span, not_unicode
 from cacheslide_agents.errors import DataError, ModelLoadError
 from cacheslide_agents.position.contextual import CanonicalMass
+from cacheslide_agents.weights.writing import save_tensors, writing
 
 FORMAT = "cacheslide-ccpe-1"
 _DAMAGED = (OSError, SafetensorError, KeyError, RecursionError, TypeError, ValueError)
 SUFFIX = ".ccpe.safetensors"
+_MEND = "free some space there, choose another folder, or give the task a shorter name"
 
 
 def bin_of(mass: Tensor, npos: int) -> Tensor:
@@ -122,8 +123,11 @@ class Profile:
             )
 
     def save(self, folder: Path) -> Path:
-        """Write it into `folder`, under the task's name; an older one there is replaced."""
-        path = folder / f"{quote(self.task, safe='')}{SUFFIX}"
+        """Write it into `folder`, under the task's name; an older one there is replaced.
+
+        Raises `DataError` as `check_place` does, and when the disk is full.
+        """
+        path = check_place(folder, self.task)
         tensors = {}
         for number, each in enumerate(self.entries):
             tensors[f"{number}.mass"] = each.mass.cpu().contiguous()
@@ -133,13 +137,9 @@ class Profile:
             {name: getattr(each, name) for name in ("chunk", "update", "prompts", "rows")}
             for each in self.entries
         ]
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name(f".{path.name}.tmp")  # nobody's profile until it is renamed
-            save_file(tensors, draft, metadata={**head, "entries": json.dumps(listed)})
-            draft.replace(path)
-        except (OSError, SafetensorError) as error:
-            raise DataError(f"{path} cannot be written: {error}") from error
+        save_tensors(tensors, _draft(path), _MEND, {**head, "entries": json.dumps(listed)})
+        with writing(path, _MEND):
+            _draft(path).replace(path)
         return path
 
     @classmethod
@@ -156,6 +156,25 @@ class Profile:
             raise DataError(
                 f"{path} is no CCPE profile ({error}); make one with `cacheslide calibrate`"
             ) from error
+
+
+def check_place(folder: Path, task: str) -> Path:
+    """The file in `folder` for the profile of `task`; `DataError` where it cannot be written."""
+    if wrong := not_unicode(task):
+        raise DataError(f"the task {task!r} names its profile's file, but {wrong}")
+    path = folder / f"{quote(task, safe='')}{SUFFIX}"
+    with writing(path, _MEND):
+        folder.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("a folder has this name")
+        _draft(path).touch()
+        _draft(path).unlink()
+    return path
+
+
+def _draft(path: Path) -> Path:
+    """Nobody's profile until it is renamed."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 @runtime_checkable
@@ -199,7 +218,7 @@ def _profile(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Prof
             raise ValueError("masses must be int16 [layers, heads]")
         if each.share.shape != each.mass.shape or not bool(torch.isfinite(each.share).all()):
             raise ValueError("shares must be finite numbers [layers, heads]")
-        if each.mass.min() < 0 or each.mass.max() >= npos:
+        if int(each.mass.min()) < 0 or int(each.mass.max()) >= npos:
             raise ValueError(f"masses must be 0 to {npos - 1}")
     return Profile(metadata["task"], metadata["model"], npos, entries)
 

@@ -18,7 +18,8 @@ from cacheslide_agents.prompt.tools import parsed_arguments
 
 _ALIASES = {"developer": "system", "function": "tool"}
 _EXTRA = ("name", "tool_call_id", "tool_calls", "reasoning_content")
-"""Fields chat templates read besides role and content; all others are annotations and dropped."""
+"""Fields chat templates read besides role and content; all others are annotations and dropped,
+but for `function_call`, which becomes one of `tool_calls`."""
 
 
 def chunk_messages(
@@ -51,8 +52,8 @@ def _message(index: int, message: Mapping[str, Any], ids: UniqueIds) -> Message:
         for text, hint in _texts(index, message.get("content"))
     )
     extra = {key: message[key] for key in _EXTRA if message.get(key)}
-    if "tool_calls" in extra:
-        extra["tool_calls"] = _calls(index, extra["tool_calls"])
+    if calls := _calls(index, message):
+        extra["tool_calls"] = calls
     return Message(str(role), chunks, extra)
 
 
@@ -78,7 +79,11 @@ def _block(place: str, block: Any) -> tuple[str, Role]:
     return block["text"], Role.REUSE if block.get("cache_control") else Role.RECOMPUTE
 
 
-def _calls(index: int, calls: Any) -> list[dict[str, Any]]:
+def _calls(index: int, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """OpenAI's older form has one call, `function_call`, and no id for it."""
+    calls, older = message.get("tool_calls"), message.get("function_call")
+    if not calls:
+        calls = [{"function": older}] if older else []
     if not isinstance(calls, list | tuple):
         kind = type(calls).__name__
         raise PromptError(f"message {index}: tool_calls must be a list of calls, not {kind}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Message, Span
+from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Message, Span, not_unicode
 from cacheslide_agents.errors import PromptError
 from cacheslide_agents.prompt.calls import HERMES, CallFormat, recognised
 from cacheslide_agents.prompt.collect import MESSAGE_ROLES
@@ -208,13 +208,8 @@ def _check_message(message: Message) -> None:
 
 
 def _check_unicode(text: str, name: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"{name} is not Unicode text: lone surrogate {text[error.start]!r} at character "
-            f"{error.start}; replace it"
-        ) from None
+    if wrong := not_unicode(text):
+        raise PromptError(f"{name} {wrong}")
 
 
 def _spans(rendering: Rendering, tokens: Tokens) -> tuple[Span, ...]:

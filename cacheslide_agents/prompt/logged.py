@@ -5,9 +5,9 @@ where.
 
 An object holds one of
 
-- `messages` (and `tools`) as OpenAI's chat API takes them; also inside `body` (a batch file) or
-  `request` (a gateway's log). A text block may carry two keys of ours: `chunk`, its chunk id, and
-  `reuse`, the hint of its role;
+- `messages` (and `tools`, formerly `functions`) as OpenAI's chat API takes them; also inside `body`
+  (a batch file) or `request` (a gateway's log). A text block may carry two keys of ours: `chunk`,
+  its chunk id, and `reuse`, the hint of its role;
 - `template` and `values`: a packaged template's name and what it is rendered with;
 - `prompt_ids` (and `spans`): tokens of the model at hand, as in a `GenerationRequest`.
 
@@ -134,7 +134,7 @@ def _prompt(
             f"{fields.where}: a request has either 'messages', 'template' or 'prompt_ids', "
             f"not {' and '.join(given) or 'none of them'}"
         )
-    tools = tuple(fields.get("tools", (list,)) or ())
+    tools = tuple(fields.get("tools", (list,)) or _older_tools(fields))
     if given == ["prompt_ids"]:
         return _tokens(fields), ()
     if given == ["template"]:
@@ -145,6 +145,12 @@ def _prompt(
     prompt = chunk_messages(messages, task=fields.get("task", (str,)) or "default")
     named = tuple(map(_named, prompt.messages, messages))
     return ChunkedPrompt(named, prompt.task), tools
+
+
+def _older_tools(fields: _Fields) -> list[dict[str, Any]]:
+    """OpenAI's older form of `tools`, without their type."""
+    functions = fields.get("functions", (list,)) or []
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _named(message: Message, given: Mapping[str, Any]) -> Message:

@@ -56,13 +56,15 @@ class PromptTemplate:
         try:
             self._tree = environment.parse(source, path, path)
             code = environment.compile(source, path, path)
+            self._template = environment.template_class.from_code(
+                environment, code, environment.make_globals(None)
+            )
         except jinja2.TemplateSyntaxError as error:
             raise _syntax_error(error, path) from None
         except (RecursionError, SyntaxError):  # limits of Python's own on nested code
             raise TemplateError("blocks or parentheses nest too deeply", path=path) from None
-        self._template = environment.template_class.from_code(
-            environment, code, environment.make_globals(None)
-        )
+        except Exception as error:  # a number too long to be read or written, say
+            raise TemplateError(f"cannot be compiled: {error}", path=path) from error
 
     @classmethod
     def named(cls, name: str) -> PromptTemplate:

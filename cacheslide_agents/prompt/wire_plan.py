@@ -16,7 +16,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Role, text_digest
+from cacheslide_agents.chunks import (
+    ChunkedPrompt,
+    EncodedPrompt,
+    Role,
+    not_unicode,
+    text_digest,
+)
 from cacheslide_agents.errors import RequestError
 
 PLAN_VERSION = 1
@@ -99,7 +105,8 @@ def plan_of(
 ) -> WirePlan:
     """The plan of `prompt`: in tokens if it is encoded, else in characters.
 
-    Raises `RequestError` when the prompt has more than `MOST_CHUNKS` chunks or a name is too long.
+    Raises `RequestError` when the prompt has more than `MOST_CHUNKS` chunks, or a name is too long
+    or not Unicode text.
     """
     unit: Unit = "characters"
     if isinstance(prompt, EncodedPrompt):
@@ -154,6 +161,8 @@ def _expect_name(what: str, value: Any) -> None:
         isinstance(value, str) and 0 < len(value) <= LONGEST_NAME,
         f"its {what} must be a string of 1 to {LONGEST_NAME} characters",
     )
+    wrong = not_unicode(value)
+    _expect(not wrong, f"its {what} {wrong}")
 
 
 def _expect(holds: bool, problem: str) -> None:

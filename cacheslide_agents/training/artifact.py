@@ -11,16 +11,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from cacheslide_agents.errors import ModelError
+from cacheslide_agents.training.checkpoint import GO_ON
 from cacheslide_agents.training.evaluate import HeldOut
+from cacheslide_agents.training.output import published
 from cacheslide_agents.training.recipe import Recipe
 from cacheslide_agents.training.student import Student
+from cacheslide_agents.weights.writing import save_tensors
 from torch_cacheslide.adapter import CARD, FORMAT, WEIGHTS
 from torch_cacheslide.binding import BaseTensor
 
@@ -47,22 +50,31 @@ class Card:
 
 
 def save_adapter(student: Student, card: Card, folder: Path) -> None:
-    """Adapter in bfloat16. Raises `ModelError` rather than write a weight that is not finite."""
+    """Adapter in bfloat16; one that is there is replaced.
+
+    Raises `ModelError` rather than write a weight that is not finite, and `DataError` where the
+    folder cannot be written. Either way there is no half of it.
+    """
     tensors = {
         name: value.to(torch.bfloat16).contiguous() for name, value in student.adapter().items()
     }
     _check_finite(tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS)
-    card.write(folder)
+    with published(folder) as draft:
+        save_tensors(tensors, draft / WEIGHTS, GO_ON)
+        card.write(draft)
+        rmtree(folder, ignore_errors=True)
 
 
 def save_checkpoint(model: Any, tokenizer: Any, card: Card, folder: Path) -> None:
-    """The whole model, for transformers' `from_pretrained`. Raises as `save_adapter` does."""
+    """The whole model, for transformers' `from_pretrained`; one that is there is not replaced.
+
+    Raises as `save_adapter` does.
+    """
     _check_finite(model.state_dict())
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    card.write(folder)
+    with published(folder) as draft:
+        model.save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        card.write(draft)
 
 
 def _check_finite(tensors: Mapping[str, Tensor]) -> None:

@@ -14,12 +14,16 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.weights.writing import save_tensors, writing
 
 FORMAT = "1"
+GO_ON = "free some space there, or let it be written to, and run it again to go on"
+"""The mend for what a run cannot write, since its last checkpoint is whole."""
+
+_DAMAGED = (SafetensorError, OSError, KeyError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ def save(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
+    """Raises `DataError` where it cannot be written; the last checkpoint stays whole."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         tensors[f"weight/{name}"] = parameter.detach().cpu().contiguous()
@@ -46,10 +51,11 @@ def save(
             tensors[f"{field}/{name}"] = torch.as_tensor(value).cpu().contiguous()
     header = {"format": FORMAT, "progress": json.dumps(vars(progress))}
     whole = path.with_name(path.name + ".part")
-    save_file(tensors, whole, metadata=header)
-    with whole.open("rb") as file:
-        os.fsync(file.fileno())
-    whole.replace(path)
+    save_tensors(tensors, whole, GO_ON, header)
+    with writing(path, GO_ON):
+        with whole.open("rb") as file:
+            os.fsync(file.fileno())
+        whole.replace(path)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def load(path: Path, digest: str) -> Saved:
         with safe_open(path, framework="pt") as file:
             progress = Progress(**json.loads(file.metadata()["progress"]))
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except _DAMAGED as error:
         raise DataError(f"{path} cannot be read ({error}); delete it to start anew") from error
     if progress.digest != digest:
         raise DataError(

@@ -7,15 +7,16 @@ on every run: nothing is remembered between windows, so a resumed run needs no r
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cacheslide_agents.chunks import not_unicode
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import json_lines
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:
@@ -23,23 +24,25 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
     texts = []
     for path in paths:
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            texts += [_text_of(record, place) for place, record in json_lines(path)]
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                texts.append(_text_of(line, f"{path}:{number}"))
     return texts
 
 
-def _text_of(line: str, place: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
+def _text_of(record: Any, place: str) -> str:
+    text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str) or not text:
         raise DataError(f"{place}: must be a JSON object whose `text` is a string, not empty")
+    if wrong := not_unicode(text):
+        raise DataError(f"{place}: `text` {wrong}")
     return text
+
+
+def check_room(ids: Sized, lengths: Iterable[int], what: str, mend: str) -> None:
+    """`DataError` unless the `ids` of text `what` fill a window of each of the lengths."""
+    if (longest := max(lengths)) > len(ids):
+        raise DataError(f"{what} has {len(ids)} tokens, a window needs {longest}; {mend}")
 
 
 class Corpus:
@@ -61,13 +64,14 @@ class Corpus:
     def digest(self) -> str:
         return hashlib.sha256(self.ids.tobytes()).hexdigest()
 
+    def check(self, lengths: Iterable[int]) -> None:
+        """`DataError` unless there are windows of all `lengths`."""
+        mend = "give more text, or shorter lengths"
+        check_room(self.ids, lengths, "the training text", mend)
+
     def window(self, index: int, length: int) -> npt.NDArray[np.int64]:
         """`length` tokens from a place that depends on seed and `index` alone."""
-        if length > len(self.ids):
-            raise DataError(
-                f"the training text has {len(self.ids)} tokens, a window needs {length}; give "
-                "more text, or shorter lengths"
-            )
+        self.check([length])
         random = np.random.default_rng((self._seed, index))
         start = int(random.integers(0, len(self.ids) - length + 1))
         return self.ids[start : start + length]

@@ -5,7 +5,7 @@ In: both models and held-out token windows. Out: NLL of both and KL(original || 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from cacheslide_agents.errors import DataError
+from cacheslide_agents.training.corpus import check_room
 
 ROWS = 512
 
@@ -31,10 +31,19 @@ class HeldOut:
     kl: float
 
 
+def check_held_out(ids: Sized, lengths: Sequence[int]) -> None:
+    """`DataError` where `ids` are too few for a window of every length."""
+    check_room(ids, lengths, "the held-out text", "give more of it")
+
+
 def evaluate(
     original: Any, converted: Any, ids: npt.NDArray[np.int64], lengths: Sequence[int], limit: int
 ) -> list[HeldOut]:
-    """`limit` windows at most of every length, one after the other from the start of `ids`."""
+    """`limit` windows at most of every length, one after the other from the start of `ids`.
+
+    Raises `DataError` as `check_held_out` does.
+    """
+    check_held_out(ids, lengths)
     return [_at_length(original, converted, ids, length, limit) for length in lengths]
 
 
@@ -43,8 +52,6 @@ def _at_length(
     original: Any, converted: Any, ids: npt.NDArray[np.int64], length: int, limit: int
 ) -> HeldOut:
     windows = min(limit, len(ids) // length)
-    if windows == 0:
-        raise DataError(f"the held-out text has {len(ids)} tokens, a window needs {length}")
     sums = np.zeros(3)
     for number in range(windows):
         window = torch.from_numpy(ids[number * length : (number + 1) * length])

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from math import cos, pi
 
 from cacheslide_agents.errors import RequestError
+from torch_cacheslide.adapter import MOST_POSITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +40,25 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        rate = "above 0 and below 1"
         checks = {
-            "transfer_tokens": self.transfer_tokens >= 0,
-            "distil_tokens": self.distil_tokens >= 0,
-            "lengths": bool(self.lengths) and all(length >= 16 for length in self.lengths),
-            "sequences": self.sequences >= 1,
-            "npos": self.npos >= 2,
-            "learning_rate": 0.0 < self.learning_rate < 1.0,
-            "distil_rate": 0.0 < self.distil_rate < 1.0,
-            "embedding_rate": 0.0 < self.embedding_rate < 1.0,
-            "adapter_rank": self.adapter_rank is None or self.adapter_rank >= 1,
-            "warmup": 0.0 <= self.warmup < 1.0,
-            "floor": 0.0 <= self.floor <= 1.0,
-            "clip": self.clip > 0.0,
-            "seed": self.seed >= 0,
+            "transfer_tokens": (self.transfer_tokens >= 0, "at least 0"),
+            "distil_tokens": (self.distil_tokens >= 0, "at least 0"),
+            "lengths": (min(self.lengths, default=0) >= 16, "one or more, each at least 16"),
+            "sequences": (self.sequences >= 1, "at least 1"),
+            "npos": (2 <= self.npos <= MOST_POSITIONS, f"from 2 to {MOST_POSITIONS}"),
+            "learning_rate": (0.0 < self.learning_rate < 1.0, rate),
+            "distil_rate": (0.0 < self.distil_rate < 1.0, rate),
+            "embedding_rate": (0.0 < self.embedding_rate < 1.0, rate),
+            "adapter_rank": (self.adapter_rank is None or self.adapter_rank >= 1, "at least 1"),
+            "warmup": (0.0 <= self.warmup < 1.0, "at least 0 and below 1"),
+            "floor": (0.0 <= self.floor <= 1.0, "from 0 to 1"),
+            "clip": (self.clip > 0.0, "above 0"),
+            "seed": (self.seed >= 0, "at least 0"),
         }
-        for name, holds in checks.items():
+        for name, (holds, wanted) in checks.items():
             if not holds:
-                raise RequestError(f"Recipe({name}={getattr(self, name)!r}) is out of range")
-
+                raise RequestError(f"Recipe({name}={getattr(self, name)!r}) must be {wanted}")
         if not self.transfer_tokens + self.distil_tokens:
             raise RequestError(
                 "Recipe(transfer_tokens=0, distil_tokens=0) trains nothing; give one of them tokens"

@@ -6,7 +6,6 @@ model in it, and its card.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,8 @@ from cacheslide_agents.errors import DataError
 from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpoint
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
-from cacheslide_agents.training.evaluate import HeldOut, evaluate
+from cacheslide_agents.training.evaluate import HeldOut, check_held_out, evaluate
+from cacheslide_agents.training.output import LEAST_ROOM, check_free, claimed
 from cacheslide_agents.training.recipe import Recipe
 from torch_cacheslide.adapter import Adapter
 from torch_cacheslide.binding import BaseTensor, bind
@@ -52,31 +52,41 @@ def train(job: Job, report: Callable[[Report], None]) -> list[HeldOut]:
     """Run or resume `job`; the held-out figures stand in the card, too.
 
     Writes `out/model` (a checkpoint for transformers) and, with `adapter_rank`, `out/adapter`.
-    Raises `DataError` when the output folder holds another run or text is missing, and
-    `ModelLoadError` for the base model.
+    Raises `DataError` when the output folder holds another run or cannot be written, or text is
+    missing or too short, and `ModelLoadError` for the base model; all of it before training begins.
     """
+    texts, held_out = _texts(job.train_files), _texts(job.valid_files)
     loaded = load_model(job.model, device=job.device, dtype=job.dtype)
     teacher: Any = loaded.model
     bound = bind(teacher)
     start = None if job.start is None else Adapter.read(job.start)
-    conversion = Conversion(
-        teacher,
-        Corpus(_texts(job.train_files), loaded.tokenizer, job.recipe.seed),
-        job.recipe,
-        _folder(job.out),
-        base_digest=loaded.fingerprint,
-        start=start,
-        checkpoint_every=job.checkpoint_every,
-    )
-    for step in conversion:
-        report(step)
-    return _finish(job, loaded, conversion, bound)
+    corpus = Corpus(texts, loaded.tokenizer, job.recipe.seed)
+    corpus.check(job.recipe.lengths)
+    valid = Corpus(held_out, loaded.tokenizer, seed=0)
+    check_held_out(valid.ids, job.eval_lengths)
+    with claimed(job.out, LEAST_ROOM):
+        _check_unfinished(job.out)
+        conversion = Conversion(
+            teacher,
+            corpus,
+            job.recipe,
+            job.out,
+            base_digest=loaded.fingerprint,
+            start=start,
+            checkpoint_every=job.checkpoint_every,
+        )
+        for step in conversion:
+            report(step)
+        return _finish(job, loaded, conversion, valid, bound)
 
 
 def _finish(
-    job: Job, loaded: LoadedModel, conversion: Conversion, bound: dict[str, BaseTensor]
+    job: Job,
+    loaded: LoadedModel,
+    conversion: Conversion,
+    valid: Corpus,
+    bound: dict[str, BaseTensor],
 ) -> list[HeldOut]:
-    valid = Corpus(_texts(job.valid_files), loaded.tokenizer, seed=0)
     student = conversion.student
     held_out = evaluate(loaded.model, student.model, valid.ids, job.eval_lengths, job.windows)
     card = Card(
@@ -90,6 +100,7 @@ def _finish(
         bound=bound,
         before=None if conversion.start is None else conversion.start.history,
     )
+    _check_unfinished(job.out)
     if student.rank is not None:
         save_adapter(student, card, job.out / ADAPTER)
     save_checkpoint(student.merge(), loaded.tokenizer, card, job.out / MERGED)
@@ -97,24 +108,15 @@ def _finish(
     return held_out
 
 
+def _check_unfinished(out: Path) -> None:
+    """`DataError` where a result lies. An adapter beside a checkpoint is no result yet."""
+    check_free(out / MERGED)
+    if not (out / CHECKPOINT).exists():
+        check_free(out / ADAPTER)
+
+
 def _texts(files: Sequence[Path]) -> list[str]:
     texts = read_texts(files)
     if not texts:
         raise DataError(f"no text in {', '.join(map(str, files)) or 'no file'}")
     return texts
-
-
-def _folder(out: Path) -> Path:
-    if (out / MERGED).exists():
-        raise DataError(f"{out / MERGED} exists already; choose another --out, or remove it")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(out).free
-    except OSError as error:
-        raise DataError(f"{out}: cannot be made ({error})") from error
-    if free < _LEAST_ROOM:
-        raise DataError(f"{out}: {free >> 20} MB are free; a checkpoint may need more")
-    return out
-
-
-_LEAST_ROOM = 1 << 30

@@ -1,1 +1,1 @@
-"""Model folders as files: what is in them, and what tells two of them apart."""
+"""Model folders as files: what is in them, what tells two of them apart, how they are written."""

@@ -84,8 +84,7 @@ def _file_entries(file: Path) -> dict[str, TensorEntry]:
                 file,
                 tensor["dtype"],
                 tuple(tensor["shape"]),
-                base + tensor["data_offsets"][0],
-                base + tensor["data_offsets"][1],
+                *_place(tensor["data_offsets"], base),
             )
             for name, tensor in header.items()
             if name != "__metadata__"
@@ -108,6 +107,13 @@ def _file_entries(file: Path) -> dict[str, TensorEntry]:
             "fetch it again"
         )
     return entries
+
+
+def _place(offsets: Any, base: int) -> tuple[int, int]:
+    start, stop = offsets
+    if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
+        raise ValueError(f"a tensor has the place {offsets}")
+    return base + start, base + stop
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -94,14 +94,20 @@ class ChatCacheSlide(ChatFields):
         return backend
 
     def _call(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: Mapping[str, Any]
+        self,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        given: Mapping[str, Any],
+        *,
+        streamed: bool = False,
     ) -> LocalCall | ServedCall:
         """One call, checked and ready; loads the backend if need be."""
         settings = parameters.merge(self._settings(), stop, given)
+        if streamed:
+            parameters.check_streamable(settings)
         if self.is_remote:
             parameters.sampling(settings)
-            address = {name: settings[name] for name in parameters.CONNECTION}
-            server = self.loader.server(base_url=self.base_url, api_key=self.api_key, **address)
+            server = self.loader.server(self.base_url or "", self.api_key, settings["model"])
             return ServedCall(server, messages, settings, demand(settings))
         if not isinstance(self.backend, str) and "model" in given:
             self._check_model_of(self.backend, settings["model"])
@@ -134,8 +140,7 @@ class ChatCacheSlide(ChatFields):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        parameters.check_streamable({**self._settings(), **kwargs})
-        with closing(self._call(messages, stop, kwargs).stream()) as pieces:
+        with closing(self._call(messages, stop, kwargs, streamed=True).stream()) as pieces:
             yield from pieces
 
     async def _astream(
@@ -145,8 +150,7 @@ class ChatCacheSlide(ChatFields):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        parameters.check_streamable({**self._settings(), **kwargs})
-        call = await asyncio.to_thread(self._call, messages, stop, kwargs)
+        call = await asyncio.to_thread(self._call, messages, stop, kwargs, streamed=True)
         async with aclosing(call.astream()) as pieces:
             async for piece in pieces:
                 yield piece

@@ -37,13 +37,12 @@ _ERROR = "Error: "
 
 def to_dict(message: BaseMessage) -> dict[str, Any]:
     """An OpenAI-style message whose blocks keep their annotations."""
-    given: dict[str, Any] = {"role": _role(message), "content": _content(message)}
+    given: dict[str, Any] = {"role": _role(message), "content": content_of(message)}
     given["name"] = message.name
     if isinstance(message, ToolMessage):
         given["tool_call_id"] = message.tool_call_id
-        if message.status == "error":
-            given["content"] = _as_error(given["content"])
     if isinstance(message, AIMessage):
+        given["function_call"] = message.additional_kwargs.get("function_call")
         calls = [*message.tool_calls, *message.invalid_tool_calls]
         given["tool_calls"] = [
             {
@@ -63,6 +62,15 @@ def _role(message: BaseMessage) -> str:
 
 
 def content_of(message: BaseMessage) -> str | list[Any]:
+    """What is said of `message`: no thoughts, no calls, and of a failed tool that it failed."""
+    content = _checked(message)
+    if not isinstance(content, str):
+        content = [block for block in content if not _is_left_out(block)]
+    is_failure = isinstance(message, ToolMessage) and message.status == "error"
+    return _as_error(content) if is_failure else content
+
+
+def _checked(message: BaseMessage) -> str | list[Any]:
     """LangChain checks it when a message is made, and not when it is changed."""
     content: Any = message.content
     if not isinstance(content, str | list):
@@ -71,13 +79,6 @@ def content_of(message: BaseMessage) -> str | list[Any]:
             f"not {content!r:.120}"
         )
     return content
-
-
-def _content(message: BaseMessage) -> str | list[Any]:
-    content = content_of(message)
-    if isinstance(content, str):
-        return content
-    return [block for block in content if not _is_left_out(block)]
 
 
 def _is_left_out(block: Any) -> bool:

@@ -6,7 +6,7 @@ In: a model as an agent holds it, bound or wrapped. Out: hints to the backend of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,10 +34,21 @@ def _inside(model: Any) -> Any:
     return getattr(model, "bound", None) or getattr(model, "model", None)
 
 
+def named_in(model: Any, found: ChatCacheSlide, name: str) -> Any:
+    """The setting that calls of `model` name: the outermost binding's, else that of `found`, the
+    chat model inside."""
+    while model is not found:
+        given = getattr(model, "kwargs", None) or {}
+        if name in given and parameters.is_given(name, given[name]):
+            return given[name]
+        model = _inside(model)
+    return getattr(found, name)
+
+
 def in_session(model: Runnable[Any, Any], session: str | None) -> Runnable[Any, Any]:
     """`model`, whose calls name `session`, unless it names one itself or knows no sessions."""
     found = chat_model_in(model)
-    if session is None or found is None or found.session is not None:
+    if session is None or found is None or named_in(model, found, "session"):
         return model
     return model.bind(session=session)
 
@@ -54,40 +65,41 @@ def thread_of(config: RunnableConfig) -> str | None:
 
 
 class SessionHints:
-    """Pins, refreshes and releases the session of `model`, or else the one named `session`.
+    """Pins, refreshes and releases the session that calls of `model` name, or else `session`.
 
     Does nothing for a model elsewhere: its server knows no hints.
     """
 
     def __init__(self, model: Any, session: str | None) -> None:
         found = chat_model_in(model)
+        self._model = None if found is None or found.is_remote else found
+        self._name: str | None = None
         self._whose: tuple[str, str] | None = None
-        self._backend: Backend | None = None
-        if found is not None and not found.is_remote:
-            name = found.session or session
-            self._whose = None if name is None else (name, _namespace_in(model, found))
-            self._backend = found.load()
+        if found is not None:
+            self._name = named_in(model, found, "model")
+            session = named_in(model, found, "session") or session
+            namespace = named_in(model, found, "namespace")
+            self._whose = None if session is None else (session, namespace)
+
+    def are_those_of(self, other: SessionHints) -> bool:
+        """Whether both are about the same context."""
+        same = self._model is other._model and self._name == other._name
+        return same and self._whose == other._whose
 
     def tool_runs(self) -> None:
         """A tool is about to run: keep what is stored, and use the idle time to refresh it."""
-        if self._backend is not None and self._whose is not None:
-            self._backend.pin(*self._whose)
-            self._backend.refresh(*self._whose)
+        for backend, whose in self._told():
+            backend.pin(*whose)
+            backend.refresh(*whose)
 
     def release(self) -> None:
         """Nothing needs to be kept any longer."""
-        if self._backend is not None and self._whose is not None:
-            self._backend.release(*self._whose)
+        for backend, whose in self._told():
+            backend.release(*whose)
 
-
-def _namespace_in(model: Any, found: ChatCacheSlide) -> str:
-    """The one that calls of `model` name: the outermost binding's, else the chat model's own."""
-    while model is not found:
-        given = getattr(model, "kwargs", None) or {}
-        if given.get("namespace") is not None:
-            return str(given["namespace"])
-        model = _inside(model)
-    return str(found.namespace)
+    def _told(self) -> Iterator[tuple[Backend, tuple[str, str]]]:
+        if self._model is not None and self._whose is not None:
+            yield self._model.model_copy(update={"model": self._name}).load(), self._whose
 
 
 def warm(model: ChatCacheSlide, messages: Sequence[BaseMessage], **given: Any) -> None:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from langchain_core.messages import BaseMessage
+from pydantic import SecretStr
 
 from cacheslide_agents.backend import Backend, load_backend
 from cacheslide_agents.chunks import ChunkedPrompt
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from langchain_cacheslide.remote import RemoteChat
 
 _Key = tuple[str, str | None, dict[str, Any]]
+_Address = tuple[str, SecretStr | None, str | None]
 
 
 class BackendLoader:
@@ -35,7 +37,7 @@ class BackendLoader:
     def __init__(self) -> None:
         self.plans = ChunkPlans()
         self._lock = Lock()
-        self._servers: list[tuple[dict[str, Any], RemoteChat]] = []
+        self._servers: list[tuple[_Address, RemoteChat]] = []
         self._loaded: list[tuple[_Key, Backend]] = []
         self._encoders: list[tuple[Any, ChatEncoder]] = []
 
@@ -51,16 +53,17 @@ class BackendLoader:
             self._loaded.append((wanted, backend))
             return backend
 
-    def server(self, **address: Any) -> RemoteChat:
-        """The client of a server: `base_url`, `api_key`, `model`, `timeout`, `max_retries`."""
+    def server(self, base_url: str, api_key: SecretStr | None, model: str | None) -> RemoteChat:
+        """The client of a server's model, one for all calls."""
         # The client's packages are needed by nobody who computes at home.
         from langchain_cacheslide.remote import RemoteChat
 
         with self._lock:
+            address = (base_url, api_key, model)
             for known, server in self._servers:
                 if known == address:
                     return server
-            server = RemoteChat(**address, cut=self._cut)
+            server = RemoteChat(*address, cut=self._cut)
             self._servers.append((address, server))
             return server
 

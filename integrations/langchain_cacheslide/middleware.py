@@ -27,7 +27,7 @@ from langgraph.types import Command
 
 from langchain_cacheslide.binding import openai_tool
 from langchain_cacheslide.chat_model import ChatCacheSlide
-from langchain_cacheslide.hints import SessionHints, chat_model_in, warm
+from langchain_cacheslide.hints import SessionHints, chat_model_in, named_in, warm
 from langchain_cacheslide.marks import marked_messages, marked_system
 
 Respond = Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -48,9 +48,9 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
 
     `model`, `system_prompt` and `tools`, the same as the agent's: their part of the prompt is
     computed when the first run starts, or before, by `warm()`. Without them the start is not
-    warmed. The session is the thread's id, or a new one for each run that has no thread. `task`
-    names the kind of prompt. Blocks from `chunk_block` keep their ids; what else the system prompt
-    holds is marked as reusable, and every message by its own id.
+    warmed. The session is the request's own, else the thread's id, or a new one for each run that
+    has no thread. `task` names the kind of prompt. Blocks from `chunk_block` keep their ids; what
+    else the system prompt holds is marked as reusable, and every message by its own id.
     """
 
     state_schema = CacheSlideState
@@ -70,8 +70,8 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         self._system = system_prompt
         self._schemas = [openai_tool(tool) for tool in tools]
         self._is_warm = model is None or system_prompt is None
-        self._models: dict[str, ChatCacheSlide] = {}
-        self._pinned: set[str] = set()
+        self._asked: dict[str, SessionHints] = {}
+        self._pinned: dict[str, SessionHints] = {}
 
     def warm(self) -> None:
         """Compute and keep what every run's prompt begins with; ahead of the first run, say."""
@@ -148,35 +148,46 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         await asyncio.to_thread(self.after_agent, state, runtime)
 
     def _told(self, request: ModelRequest[Any], model: ChatCacheSlide) -> ModelRequest[Any]:
-        session = _session_in(request.state)
-        self._models[session] = model
+        """The request as it is sent; what it names is what will be pinned and released."""
+        thread = _thread_in(request.state)
+        settings = self._settings(request, model, thread)
+        self._asked[thread] = SessionHints(model.bind(**settings), None)
         system = request.system_message
-        task = {} if self._task is None else {"task": self._task}
         return request.override(
             system_message=None if system is None else marked_system(system),
             messages=marked_messages(request.messages),
-            model_settings={
-                "session": model.session or session,
-                **task,
-                **request.model_settings,
-            },
+            model_settings=settings,
         )
 
+    def _settings(
+        self, request: ModelRequest[Any], model: ChatCacheSlide, thread: str
+    ) -> dict[str, Any]:
+        """`create_agent` may bind tools to the model itself and lose what a binding names."""
+        task = {} if self._task is None else {"task": self._task}
+        return {
+            "session": named_in(request.model, model, "session") or thread,
+            "namespace": named_in(request.model, model, "namespace"),
+            **task,
+            **request.model_settings,
+        }
+
     def _pin(self, state: Any) -> None:
-        session = _session_in(state)
-        self._pinned.add(session)
-        SessionHints(self._models.get(session), session).tool_runs()
+        thread = _thread_in(state)
+        if asked := self._asked.get(thread):
+            self._pinned[thread] = asked
+            asked.tool_runs()
 
     def _unpin(self, state: Any) -> None:
-        session = _session_in(state)
-        if session in self._pinned:
-            self._pinned.discard(session)
-            SessionHints(self._models.get(session), session).release()
+        if pinned := self._pinned.pop(_thread_in(state), None):
+            pinned.release()
 
     def _forget(self, state: Any) -> None:
-        session = _session_in(state)
-        self._pinned.discard(session)
-        SessionHints(self._models.pop(session, None), session).release()
+        thread = _thread_in(state)
+        asked, pinned = self._asked.pop(thread, None), self._pinned.pop(thread, None)
+        if asked is not None:
+            asked.release()
+        if pinned is not None and (asked is None or not asked.are_those_of(pinned)):
+            pinned.release()
 
 
 def _session(runtime: Runtime[Any]) -> str:
@@ -185,5 +196,6 @@ def _session(runtime: Runtime[Any]) -> str:
     return thread or f"run-{uuid4().hex}"
 
 
-def _session_in(state: Any) -> str:
+def _thread_in(state: Any) -> str:
+    """What tells this run from others: the session of its calls, unless they name another."""
     return str(state.get("cacheslide_session", ""))

@@ -29,8 +29,8 @@ SAMPLING = (
 )
 LOGPROBS = ("logprobs", "top_logprobs")
 ROUTING = ("namespace", "task", "session", "reuse", "policy")
-CONNECTION = ("model", "timeout", "max_retries")
-SETTINGS = (*SAMPLING, *LOGPROBS, *ROUTING, *CONNECTION)
+PATIENCE = ("timeout", "max_retries")
+SETTINGS = (*SAMPLING, *LOGPROBS, *ROUTING, "model", *PATIENCE)
 ANSWER = ("tools", "tool_choice", "parallel_tool_calls", "strict", "response_format", "grammar")
 """What only a call or a binding says."""
 _NEEDED = frozenset(SAMPLING) - {"seed", "stop"} | {"namespace", "reuse", "model", "max_retries"}
@@ -56,7 +56,7 @@ def merge(
     if stop is not None:
         merged["stop"] = stop
     for name, value in given.items():
-        if value is None and name in _NEEDED:
+        if not is_given(name, value):
             continue
         if name in merged:
             merged[name] = value
@@ -66,6 +66,11 @@ def merge(
                 f"ChatCacheSlide, argument {name!r}: no such argument; known: {known}"
             )
     return merged
+
+
+def is_given(name: str, value: Any) -> bool:
+    """Whether `value` says anything of the setting `name`."""
+    return value is not None or name not in _NEEDED
 
 
 def sampling(settings: Mapping[str, Any]) -> Sampling:

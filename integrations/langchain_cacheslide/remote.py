@@ -25,6 +25,7 @@ from langchain_cacheslide.deadline import awhole, awithin
 from langchain_cacheslide.remote_answer import expect_answers, result_of, usage_of
 from langchain_cacheslide.remote_call import Call, Cut, cut_by_characters, plain, prepared
 from langchain_cacheslide.remote_errors import ServerConnectionError, failure
+from langchain_cacheslide.remote_question import Patience
 from langchain_cacheslide.remote_receipt import NO_RECEIPT, receipt_in, receipt_without
 from langchain_cacheslide.remote_server import Server
 
@@ -32,17 +33,18 @@ from langchain_cacheslide.remote_server import Server
 class RemoteChat:
     """A server's model behind LangChain's words. Safe to call from threads and event loops.
 
-    `model=None` takes the only model the server has. `timeout`: seconds for the whole answer,
-    retries included (`None`: as many as it takes, unless a server is silent for ten minutes); the
-    server's models, asked for once, have as many (60 for `None`), its status and a receipt 5 at
-    most. Refused and broken connections, 408, 409, 429 and
-    5xx are tried again up to `max_retries` times, not once an answer has begun. `cut` finds the
-    chunks for a plan; one that encodes with the server's own tokenizer binds plans to token ids.
+    `model=None` takes the only model the server has. `cut` finds the chunks for a plan; one that
+    encodes with the server's own tokenizer binds plans to token ids.
 
     Settings: `temperature`, `max_tokens`, `top_p`, `top_k`, `min_p`, `repetition_penalty`, `seed`,
-    `stop`, `logprobs`, `top_logprobs`, `n`, `parallel_tool_calls`, `strict`, `namespace`, `task`,
-    `session`, `reuse`, `policy`. One that is absent or `None` is left to the server, and so are
-    `top_k`, `min_p` and `repetition_penalty` at their off values. Every failure is a
+    `stop`, `logprobs`, `top_logprobs`, `n` (1 for a stream), `parallel_tool_calls`, `strict`,
+    `namespace`, `task`, `session`, `reuse`, `policy`. One that is absent or `None` is left to the
+    server, and so are `top_k`, `min_p` and `repetition_penalty` at their off values. Beside them
+    `timeout`: seconds for the whole answer, retries included (`None`: as many as it takes, unless a
+    server is silent for ten minutes); the server's models, asked for once, have as many (60 for
+    `None`), its status and a receipt 5 at most. And `max_retries` (2): refused and broken
+    connections, 408, 409, 429 and 5xx are tried again as often, not once an answer has begun.
+    `tools`, `tool_choice` and `response_format` are in OpenAI's form. Every failure is a
     `CacheSlideError`, mostly a `ServerError`, whose `partial` keeps the text of an answer that
     broke off.
     """
@@ -52,12 +54,10 @@ class RemoteChat:
         base_url: str,
         api_key: SecretStr | None = None,
         model: str | None = None,
-        timeout: float | None = None,
-        max_retries: int = 2,
         *,
         cut: Cut = cut_by_characters,
     ) -> None:
-        self._server = Server(base_url, api_key, model, timeout, max_retries)
+        self._server = Server(base_url, api_key, model)
         self._cut = cut
 
     def __repr__(self) -> str:
@@ -66,14 +66,14 @@ class RemoteChat:
     @property
     def model(self) -> str:
         """The model's name; asks the server if none was given."""
-        return self._server.facts().model
+        return self._server.facts(Patience()).model
 
     def stream(
         self,
         messages: Sequence[BaseMessage],
         settings: Mapping[str, Any],
-        tools: Sequence[Any] | None = None,
-        tool_choice: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> Iterator[ChatGenerationChunk]:
         """The answer as it comes; closing the generator closes the connection, at any time."""
@@ -89,8 +89,8 @@ class RemoteChat:
         self,
         messages: Sequence[BaseMessage],
         settings: Mapping[str, Any],
-        tools: Sequence[Any] | None = None,
-        tool_choice: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[ChatGenerationChunk]:
         """As `stream`; cancelling the task closes the connection, too."""
@@ -108,8 +108,8 @@ class RemoteChat:
         self,
         messages: Sequence[BaseMessage],
         settings: Mapping[str, Any],
-        tools: Sequence[Any] | None = None,
-        tool_choice: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> ChatResult:
         """The whole answer, or all `n` of them."""
@@ -122,8 +122,8 @@ class RemoteChat:
         self,
         messages: Sequence[BaseMessage],
         settings: Mapping[str, Any],
-        tools: Sequence[Any] | None = None,
-        tool_choice: Any = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> ChatResult:
         """As `generate`; cancelling the task closes the connection."""
@@ -133,12 +133,19 @@ class RemoteChat:
             answer = await self._answer(call)
             return await asyncio.to_thread(self._result, call, answer)
 
-    def _call(self, *given: Any, stream: bool) -> Call:
-        return prepared(self._server.facts(), self._cut, *given, stream=stream)
+    def _call(
+        self,
+        messages: Sequence[BaseMessage],
+        settings: Mapping[str, Any],
+        *wanted: Any,
+        stream: bool,
+    ) -> Call:
+        facts = self._server.facts(Patience.of(settings))
+        return prepared(facts, self._cut, messages, settings, *wanted, stream=stream)
 
     def _events(self, call: Call) -> AsyncGenerator[Any, None]:
         """What the server sends, until `timeout`; cancelling or closing it ends the connection."""
-        create = self._server.client().chat.completions.create
+        create = self._server.client(call.patience).chat.completions.create
 
         async def read() -> AsyncIterator[Any]:
             events = await create(**call.arguments)
@@ -146,11 +153,11 @@ class RemoteChat:
                 async for event in events:
                     yield event
 
-        return awithin(read, self._server.timeout)
+        return awithin(read, call.patience.timeout)
 
     async def _answer(self, call: Call) -> dict[str, Any]:
-        create = self._server.client().chat.completions.create
-        return plain(await awhole(lambda: create(**call.arguments), self._server.timeout))
+        create = self._server.client(call.patience).chat.completions.create
+        return plain(await awhole(lambda: create(**call.arguments), call.patience.timeout))
 
     def _end(self, call: Call) -> ChatGenerationChunk:
         answer = call.answer
@@ -174,7 +181,8 @@ class RemoteChat:
     def _receipt(self, call: Call, answer: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """The receipt, and whether it is the server's own."""
         if not call.reason:
-            found = receipt_in(answer) or self._server.receipt(str(answer.get("id")))
+            answer_id = str(answer.get("id"))
+            found = receipt_in(answer) or self._server.receipt(answer_id, call.patience)
             if found is not None:
                 return found, True
         reason = call.reason or NO_RECEIPT

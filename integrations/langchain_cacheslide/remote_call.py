@@ -18,7 +18,9 @@ from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
 from cacheslide_agents.errors import PromptError, RequestError
 from cacheslide_agents.prompt.wire_plan import plan_of
 from langchain_cacheslide.messages import from_messages
+from langchain_cacheslide.parameters import DENSE
 from langchain_cacheslide.remote_answer import StreamedAnswer
+from langchain_cacheslide.remote_question import Patience
 from langchain_cacheslide.remote_request import body_of, knobs_of
 from langchain_cacheslide.remote_server import Facts
 
@@ -26,8 +28,6 @@ Cut = Callable[
     [Sequence[BaseMessage], str | None, Sequence[Any] | None], ChunkedPrompt | EncodedPrompt
 ]
 """The chunks of messages, with a task (`None`: the messages' own) and tools."""
-
-_DENSE = "recompute"
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Call:
     arguments: dict[str, Any]
     reason: str
     knobs: Mapping[str, Any]
+    patience: Patience
     answer: StreamedAnswer = field(default_factory=StreamedAnswer)
     started: float = field(default_factory=time.perf_counter)
     ttft_s: float = 0.0
@@ -54,8 +55,8 @@ def prepared(
     cut: Cut,
     messages: Sequence[BaseMessage],
     settings: Mapping[str, Any],
-    tools: Sequence[Any] | None,
-    tool_choice: Any,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tool_choice: str | Mapping[str, Any] | None,
     response_format: Mapping[str, Any] | None,
     *,
     stream: bool,
@@ -64,8 +65,6 @@ def prepared(
     body = body_of(
         messages, settings, tools=tools, tool_choice=tool_choice, response_format=response_format
     )
-    if stream and "n" in body:
-        raise RequestError(f"n={body['n']} answers cannot be streamed; use invoke or generate")
     policy, knobs = _policy_name(settings), knobs_of(settings)
     extra, reason = dict(knobs), facts.reason
     if not reason:
@@ -76,7 +75,7 @@ def prepared(
         arguments["stream_options"] = {"include_usage": True}
     if extra:
         arguments["extra_body"] = extra
-    return Call(arguments, reason, knobs)
+    return Call(arguments, reason, knobs, Patience.of(settings))
 
 
 def cut_by_characters(
@@ -116,7 +115,7 @@ def _plan(
 def _policy_name(settings: Mapping[str, Any]) -> str | None:
     """The policy to ask for, by name: its parameters stay the server's."""
     if not settings.get("reuse", True):
-        return _DENSE
+        return DENSE
     policy = settings.get("policy")
     if policy is None or isinstance(policy, str):
         return policy

@@ -1,8 +1,9 @@
 """One call as the body of an OpenAI chat completion.
 
-In: LangChain messages, settings, tools. Out: the keyword arguments of the `openai` client's
-`chat.completions.create`. A plain server never sees a field that OpenAI's API does not have,
-except for the sampling settings it was explicitly asked for.
+In: LangChain messages and settings; tools and formats in OpenAI's form, as `Demand` has them. Out:
+the keyword arguments of the `openai` client's `chat.completions.create`. A plain server never sees
+a field that OpenAI's API does not have, except for the sampling settings it was explicitly asked
+for.
 """
 
 from __future__ import annotations
@@ -10,33 +11,34 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, convert_to_openai_messages
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    FunctionMessage,
+    convert_to_openai_messages,
+)
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheslide_agents.errors import PromptError, RequestError
+from cacheslide_agents.errors import PromptError
 from langchain_cacheslide.dialogue import content_of
 
 KNOBS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings beyond OpenAI's API under vLLM's names, with the value that switches each off."""
 
 _STANDARD = ("temperature", "max_tokens", "top_p", "seed")
-_MODES = ("auto", "none", "required")
-_NOT_SENT = frozenset({"tool_call", "tool_use", "function_call", "reasoning", "thinking"})
-"""Blocks that repeat `tool_calls`, or hold thoughts, which are not sent again."""
 
 
 def body_of(
     messages: Sequence[BaseMessage],
     settings: Mapping[str, Any],
     *,
-    tools: Sequence[Any] | None = None,
-    tool_choice: Any = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
     response_format: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The body but for `model`, `stream` and the chunk plan; `None` leaves a setting to the server.
 
-    Raises `PromptError` for no messages and for text that is not Unicode, `RequestError` for a tool
-    choice that names no tool.
+    Raises `PromptError` for no messages and for text that is not Unicode.
     """
     if not messages:
         raise PromptError("the prompt has no messages; give at least one")
@@ -54,7 +56,7 @@ def body_of(
         if settings.get("parallel_tool_calls") is False:
             body["parallel_tool_calls"] = False
         if tool_choice is not None:
-            body["tool_choice"] = _choice(tool_choice, body["tools"])
+            body["tool_choice"] = tool_choice
     if response_format is not None:
         body["response_format"] = _format(response_format)
     return body
@@ -76,15 +78,17 @@ def as_openai(message: BaseMessage) -> dict[str, Any]:
     """
     content = content_of(message)
     if not isinstance(content, str):
-        blocks = [block for block in content if not _is_left_out(block)]
-        texts = [block if isinstance(block, str) else block.get("text") for block in blocks]
+        texts = [block if isinstance(block, str) else block.get("text") for block in content]
         said = [text for text in texts if isinstance(text, str)]
-        content = "".join(said) if len(said) == len(blocks) else blocks
+        content = "".join(said) if len(said) == len(content) else content
     # Not a copy of `message`: LangChain's converter reads tool calls from its content, too.
     (converted,) = convert_to_openai_messages([message.model_copy(update={"content": content})])
     result: dict[str, Any] = dict(converted)
-    if isinstance(message, AIMessage) and message.invalid_tool_calls:
-        result["tool_calls"] = [*result.get("tool_calls", []), *_unreadable(message)]
+    if isinstance(message, FunctionMessage):
+        result |= {"role": "tool", "tool_call_id": _older_id(message.name)}
+    if isinstance(message, AIMessage):
+        calls = [*result.get("tool_calls", []), *_unreadable(message)] or _older_call(message)
+        result |= {"tool_calls": calls} if calls else {}
     return result
 
 
@@ -95,12 +99,11 @@ def _format(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given["schema"]}}
 
 
-def _tool(tool: Any, strict: bool | None) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any], strict: bool | None) -> dict[str, Any]:
     """`strict`: whether its calls shall match its schema, where it does not say so itself."""
-    converted = convert_to_openai_tool(tool)
-    function = converted.get("function", {})
+    function = tool.get("function", {})
     if strict is None or not function or "strict" in function:
-        return converted
+        return dict(tool)
     return convert_to_openai_tool(function, strict=strict)
 
 
@@ -127,33 +130,21 @@ def _unreadable(message: AIMessage) -> list[dict[str, Any]]:
     ]
 
 
-def _is_left_out(block: Any) -> bool:
-    return isinstance(block, dict) and block.get("type") in _NOT_SENT
+def _older_call(message: AIMessage) -> list[dict[str, Any]]:
+    """A call in OpenAI's older form, which servers drop from a prompt, in the newer one."""
+    call = message.additional_kwargs.get("function_call")
+    if not isinstance(call, Mapping):
+        return []
+    return [{"type": "function", "id": _older_id(call.get("name")), "function": dict(call)}]
+
+
+def _older_id(name: str | None) -> str:
+    """The older form has no ids: the function's name joins a call and its result."""
+    return f"call_{name}"
 
 
 def _logprobs(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`logprobs` may be a switch, as in OpenAI's API, or a number of alternatives, as in ours."""
-    wanted, top = settings.get("logprobs"), settings.get("top_logprobs")
-    if not isinstance(wanted, bool) and wanted is not None:
-        top = wanted if top is None else top
-        wanted = True
-    if not wanted and not top:
+    if not settings.get("logprobs"):
         return {}
+    top = settings.get("top_logprobs")
     return {"logprobs": True} if top is None else {"logprobs": True, "top_logprobs": top}
-
-
-def _choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """LangChain's words for a tool choice in OpenAI's."""
-    if isinstance(choice, Mapping):
-        return dict(choice)
-    if isinstance(choice, bool):
-        return "required" if choice else "none"
-    names = [tool["function"]["name"] for tool in tools]
-    if choice in names:
-        return {"type": "function", "function": {"name": choice}}
-    if choice == "any":
-        return "required"
-    if choice in _MODES:
-        return choice
-    known = ", ".join([*_MODES, "any", *names])
-    raise RequestError(f"tool_choice={choice!r} names no tool of this call; known: {known}")

@@ -1,7 +1,7 @@
 """One server: the connections to it, and what it is.
 
-In: base URL, key, timeout, retries. Out: an `openai` client per event loop, a loop for callers who
-have none, and the server's `Facts`, asked once.
+In: base URL, key, model. Out: an `openai` client per event loop, a loop for callers who have none,
+and the server's `Facts`, asked once. How long a caller waits is said with each question.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -22,12 +23,14 @@ from cacheslide_agents.errors import (
     BackendError,
     ModelNotFoundError,
     RequestError,
+    RequestTimeoutError,
     install_hint,
 )
 from cacheslide_agents.prompt.wire_plan import PLAN_VERSION
 from langchain_cacheslide.deadline import awhole
 from langchain_cacheslide.loop_thread import LoopThread
 from langchain_cacheslide.remote_errors import failure
+from langchain_cacheslide.remote_question import Patience, SharedQuestion
 from langchain_cacheslide.remote_receipt import NO_PLUGIN, checked
 
 if TYPE_CHECKING:
@@ -62,81 +65,72 @@ class Server:
         base_url: str,
         api_key: SecretStr | None,
         model: str | None,
-        timeout: float | None,
-        max_retries: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = _checked_url(base_url)
         self.api_key = api_key
         self._model = model
-        self._options: dict[str, Any] = {"base_url": self.url, "max_retries": max_retries}
-        if timeout is not None:
-            self._options["timeout"] = timeout
-        self.timeout = timeout
         self._clock = clock
         self.loop = LoopThread()
-        self._lock = Lock()  # never held while a server is asked
+        self._lock = Lock()
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = (
             WeakKeyDictionary()
         )
-        self._naming: Future[list[str]] | None = None
-        self._asking: Future[tuple[str, float]] | None = None
+        self._naming: SharedQuestion[list[str]] = SharedQuestion(self.loop)
+        self._asking: SharedQuestion[tuple[str, float]] = SharedQuestion(self.loop)
         self._status: tuple[str, float] | None = None
 
-    def client(self) -> AsyncOpenAI:
-        """The client of the running event loop."""
+    def client(self, patience: Patience) -> AsyncOpenAI:
+        """The client of the running event loop, whose requests wait and try as `patience` has it.
+
+        A view of it, made for one call; what holds connections is there once.
+        """
+        given: dict[str, Any] = {} if patience.timeout is None else {"timeout": patience.timeout}
+        whole = self._shared_client()
+        return _impersonal(whole.with_options(max_retries=patience.max_retries, **given))
+
+    def facts(self, patience: Patience) -> Facts:
+        """Asked from the server at the first call. Raises when it cannot name one model."""
+        _openai()
+        if self._model is None:
+            self._model = self._only_model(patience)
+        return Facts(self._model, self._no_plan(patience))
+
+    def receipt(self, answer_id: str, patience: Patience) -> dict[str, Any] | None:
+        """The receipt of an answer that did not bring it along; `None` if it cannot be had."""
+        path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
+        try:
+            found = self.loop.result(lambda: self._told(path, _aside(patience)))
+        except Exception:
+            return None
+        return checked(found)
+
+    async def _told(self, path: str, seconds: float) -> object:
+        """What one of the plugin's own paths answers."""
+        options: RequestOptions = {"timeout": seconds, "max_retries": 0}
+        get = self._shared_client().get
+        return await awhole(lambda: get(path, cast_to=object, options=options), seconds)
+
+    def _shared_client(self) -> AsyncOpenAI:
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._clients:
                 self._clients[loop] = self._made()
             return self._clients[loop]
 
-    def facts(self) -> Facts:
-        """Asked from the server at the first call. Raises when it cannot name one model."""
-        _openai()
-        if self._model is None:
-            self._model = self._only_model()
-        return Facts(self._model, self._no_plan())
-
-    def receipt(self, answer_id: str) -> dict[str, Any] | None:
-        """The receipt of an answer that did not bring it along; `None` if it cannot be had."""
-        path = f"/cacheslide/receipts/{quote(answer_id, safe='')}"
-        try:
-            found = self.loop.result(lambda: self._told(path))
-        except Exception:
-            return None
-        return checked(found)
-
-    async def _told(self, path: str) -> object:
-        """What one of the plugin's own paths answers."""
-        seconds = min(self.timeout or _ASIDE_S, _ASIDE_S)
-        # Per request: a copy of a client would read OpenAI's variables anew.
-        options: RequestOptions = {"timeout": seconds, "max_retries": 0}
-        get = self.client().get
-        return await awhole(lambda: get(path, cast_to=object, options=options), seconds)
-
     def _made(self) -> AsyncOpenAI:
-        """A client that sends nothing of what the environment holds for OpenAI itself."""
         key = self.api_key.get_secret_value() if self.api_key else ""
         client: AsyncOpenAI = _openai().AsyncOpenAI(
-            api_key=key or _NO_KEY, default_headers={"Connection": "close"}, **self._options
+            base_url=self.url, api_key=key or _NO_KEY, default_headers={"Connection": "close"}
         )
-        client.organization = client.project = None
-        return client
+        return _impersonal(client)
 
-    def _only_model(self) -> str:
-        with self._lock:
-            if self._naming is None:
-                self._naming = self.loop.start(self._names)
-            naming = self._naming
+    def _only_model(self, patience: Patience) -> str:
         try:
-            names = naming.result()
+            names = self._names_within(patience.timeout or _NAMES_S, patience.max_retries)
         except Exception as error:
             raise failure(error, url=self.url, secret=self.api_key) from None
-        finally:
-            with self._lock:  # whatever came of it, the next call that must know asks anew
-                self._naming = None if self._naming is naming else self._naming
         if len(names) == 1:
             return names[0]
         listed = ", ".join(map(repr, sorted(names)[:20])) or "none"
@@ -144,37 +138,45 @@ class Server:
             f"the server at {self.url} serves {len(names)} models: {listed}; say which with `model`"
         )
 
-    async def _names(self) -> list[str]:
-        models = self.client().models
+    def _names_within(self, seconds: float, max_retries: int) -> list[str]:
+        """A shared question ends with the time of who began it; who has more asks again."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            ask = partial(self._names, Patience(left, max_retries))
+            with suppress(TimeoutError):
+                return self._naming.answer(ask, left)
+        raise RequestTimeoutError(seconds)
+
+    async def _names(self, patience: Patience) -> list[str]:
+        models = self.client(patience).models
 
         async def listed() -> list[str]:
             return [model.id for model in (await models.list()).data or ()]
 
-        return await awhole(listed, self.timeout or _NAMES_S)
+        return await awhole(listed, patience.timeout)
 
-    def _no_plan(self) -> str:
-        """Why no plan is sent; "" if one is. Callers of one time share one question."""
-        with self._lock:
-            if self._status is not None and self._clock() < self._status[1]:
-                return self._status[0]
-            if self._asking is None:
-                self._asking = self.loop.start(self._asked_status)
-            asking = self._asking
-        status = None
-        try:
-            status = asking.result()
-        finally:
-            with self._lock:  # a question that broke off is asked anew, as for the names
-                if self._asking is asking:
-                    self._status, self._asking = status, None
+    def _no_plan(self, patience: Patience) -> str:
+        """Why no plan is sent; "" if one is. No caller's haste spoils the answer for the others."""
+        status = self._status
+        if status is None or self._clock() >= status[1]:
+            seconds = _aside(patience)
+            whole = None if seconds == _ASIDE_S else seconds
+            try:
+                status = self._asking.answer(self._asked_status, whole)
+            except TimeoutError:
+                return NO_PLUGIN
         return status[0]
 
     async def _asked_status(self) -> tuple[str, float]:
+        self._status = await self._told_status()
+        return self._status
+
+    async def _told_status(self) -> tuple[str, float]:
         """Why no plan is sent ("" if one is), and until when that is taken for true."""
         import openai
 
         try:
-            status = await self._told("/cacheslide/status")
+            status = await self._told("/cacheslide/status", _ASIDE_S)
         except openai.APIStatusError as error:
             sure = error.status_code < 500 and error.status_code != 429
             return NO_PLUGIN, float("inf") if sure else self._clock() + _ASK_AGAIN_S
@@ -189,6 +191,17 @@ class Server:
         if PLAN_VERSION in versions:
             return "", float("inf")
         return f"the server reads plan versions {versions}, not {PLAN_VERSION}", float("inf")
+
+
+def _aside(patience: Patience) -> float:
+    """Seconds for what is not the answer itself."""
+    return min(patience.timeout or _ASIDE_S, _ASIDE_S)
+
+
+def _impersonal(client: AsyncOpenAI) -> AsyncOpenAI:
+    """`client`, which sends nothing of what the environment holds for OpenAI itself."""
+    client.organization = client.project = None
+    return client
 
 
 def _openai() -> Any:

@@ -21,7 +21,15 @@ from langchain_cacheslide.results import PROVIDER
 if TYPE_CHECKING:
     from langchain_cacheslide.remote import RemoteChat
 
-_SENT = frozenset((*parameters.SAMPLING, *parameters.LOGPROBS, *parameters.ROUTING, "strict"))
+_SENT = frozenset(
+    (
+        *parameters.SAMPLING,
+        *parameters.LOGPROBS,
+        *parameters.ROUTING,
+        *parameters.PATIENCE,
+        "strict",
+    )
+)
 _LOCAL = {"num_beams": 1, "length_penalty": 1.0}
 """What OpenAI's API has no word for, with the value that changes nothing."""
 

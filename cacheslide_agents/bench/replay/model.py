@@ -5,18 +5,22 @@ In: a model folder. Out: a `ReplayModel`; weights are not read.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from cacheslide_agents.errors import DataError, RequestError
+from cacheslide_agents.foreign_json import parsed
 from cacheslide_agents.policies.cost import CostModel, Geometry
 from cacheslide_agents.prompt.chat import ChatEncoder
 from cacheslide_agents.prompt.tokens import load_tokenizer
 
 NUMBER_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_UNFIT = (
+    *(ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError),
+    *(DataError, RequestError),
+)
 
 
 @dataclass(frozen=True)
@@ -34,17 +38,18 @@ class ReplayModel:
         """`dtype` of the keys and values. `DataError` when config.json lacks what is needed."""
         if dtype not in NUMBER_BYTES:
             raise RequestError(f"dtype {dtype!r} is unknown; known: {', '.join(NUMBER_BYTES)}")
-        tokenizer = load_tokenizer(folder)
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            text = (folder / "config.json").read_text(encoding="utf-8")
+            config = parsed(text, "config.json", finite=True)
             sizes = Geometry.from_config(SimpleNamespace(**config))
-            window = int(config["max_position_embeddings"])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            geometry = replace(sizes, kv_bytes=NUMBER_BYTES[dtype])
+            window, cost = int(config["max_position_embeddings"]), CostModel(geometry)
+        except _UNFIT as error:
             raise DataError(
                 f"{folder / 'config.json'} does not describe a decoder: {error}"
             ) from error
-        geometry = replace(sizes, kv_bytes=NUMBER_BYTES[dtype])
-        return cls(tokenizer, ChatEncoder(tokenizer), geometry, window, CostModel(geometry))
+        tokenizer = load_tokenizer(folder)
+        return cls(tokenizer, ChatEncoder(tokenizer), geometry, window, cost)
 
     @property
     def token_bytes(self) -> int:

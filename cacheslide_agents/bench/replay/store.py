@@ -5,11 +5,13 @@ In: contexts. Out: the same, by key or by tokens, under a budget of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.errors import PageError
-from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext
+from cacheslide_agents.pages.base import ContextKey, LayerKV, StoredContext, TokenRange
 
 COPIES_PER_CONTENT = 2
 """As the page stores keep them."""
@@ -59,7 +61,9 @@ class TokenStore:
         alone = (c for c in reversed(self._contexts) if c.isolated and c.key == key)
         return next((c for c in alone if np.array_equal(c.ids, ids)), None)
 
-    def load(self, context: StoredContext, layer: int) -> LayerKV:
+    def load(
+        self, context: StoredContext, layer: int, ranges: Sequence[TokenRange] | None = None
+    ) -> LayerKV:
         raise PageError("a replay knows tokens only; a selector that reads keys cannot be replayed")
 
     def _superseded_by(self, newcomer: StoredContext) -> list[StoredContext]:

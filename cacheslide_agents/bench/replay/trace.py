@@ -5,24 +5,22 @@ In: a JSONL file (see `prompt/logged.py` for its lines), or turns. Out: `LoggedR
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from cacheslide_agents.bench.workloads import Turn
 from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import json_lines
 from cacheslide_agents.prompt.logged import LoggedRequest, read_request
 
 
 def read_trace(path: str | Path) -> Iterator[LoggedRequest]:
     """One request a line, read as it is asked for; `DataError` names the line that is wrong."""
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            empty = True
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    empty = False
-                    yield _request(line, f"{path}:{number}")
+        empty = True
+        for where, record in json_lines(path):
+            empty = False
+            yield read_request(record, where)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: the trace cannot be read: {error}") from error
     if empty:
@@ -39,10 +37,3 @@ def turn_requests(turns: Iterable[Turn]) -> Iterator[LoggedRequest]:
 
 def turn_name(row: str, turn: int) -> str:
     return f"{row}, turn {turn}"
-
-
-def _request(line: str, where: str) -> LoggedRequest:
-    try:
-        return read_request(json.loads(line), where)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({error})") from error
