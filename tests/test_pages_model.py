@@ -164,11 +164,16 @@ class OnDisk(Chains):
     @rule(eviction=st.sampled_from(EVICTIONS))
     def restart(self, eviction: Any) -> None:
         """In order: nothing is lost."""
+        before, after = self.restarted(eviction)
+        assert after == before
+
+    def restarted(self, eviction: Any) -> tuple[set[bytes], set[bytes]]:
+        """What was stored before and what is after."""
         before = {context.ids.tobytes() for context in self.store.contexts()}
         self.store.close()
         self.eviction = eviction
         self.reopen()
-        assert {context.ids.tobytes() for context in self.store.contexts()} == before
+        return before, {context.ids.tobytes() for context in self.store.contexts()}
 
     @rule()
     def flush(self) -> None:
@@ -183,14 +188,17 @@ class OnDisk(Chains):
     def crash(self) -> None:
         """All that is not on SSD is gone; each flushed session is as it was, or further."""
         evicted = self.store.metrics()["evictions"]
-        disk = self.store._holdings.disk
-        assert disk is not None
-        disk.close()
-        self.reopen()
+        self.crashed()
         found = {context.session: context.ids.tobytes() for context in self.store.contexts()}
         if not evicted:
             assert set(self.flushed) <= set(found)
         self.flushed = {name: ids for name, ids in self.flushed.items() if name in found}
+
+    def crashed(self) -> None:
+        disk = self.store._holdings.disk
+        assert disk is not None
+        disk.close()
+        self.reopen()
 
     def reopen(self) -> None:
         self.store = self.opened()
@@ -212,11 +220,8 @@ class ShortOfDisk(OnDisk):
 
     @rule(eviction=st.sampled_from(EVICTIONS))
     def restart(self, eviction: Any) -> None:
-        before = {context.ids.tobytes() for context in self.store.contexts()}
-        self.store.close()
-        self.eviction = eviction
-        self.reopen()
-        assert {context.ids.tobytes() for context in self.store.contexts()} <= before
+        before, after = self.restarted(eviction)
+        assert after <= before
 
     @rule()
     def flush(self) -> None:
@@ -225,10 +230,7 @@ class ShortOfDisk(OnDisk):
 
     @rule()
     def crash(self) -> None:
-        disk = self.store._holdings.disk
-        assert disk is not None
-        disk.close()
-        self.reopen()
+        self.crashed()
 
 
 RUNS = settings(
