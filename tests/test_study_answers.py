@@ -20,11 +20,12 @@ from cacheslide_agents.bench.metrics import first_line, token_f1
 from cacheslide_agents.bench.results import read_json, write_json
 from cacheslide_agents.bench.runner import token_limits
 from cacheslide_agents.bench.studies.answer_turns import (
+    ANSWER_TOKENS,
     REFLECTION,
     answer_drafts,
     interleaved,
 )
-from cacheslide_agents.bench.studies.answers import ANSWER_TOKENS, Asking
+from cacheslide_agents.bench.studies.answers import Asking
 from cacheslide_agents.bench.workloads import Turn
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.errors import DataError

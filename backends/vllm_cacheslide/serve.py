@@ -14,16 +14,11 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from cacheslide_agents.errors import RequestError
-from vllm_cacheslide.launch import WORKER, checked
+from vllm_cacheslide.launch import OURS, WORKER, checked
 from vllm_cacheslide.plugin import PLUGIN, register
 from vllm_cacheslide.stamp import make_stamp
 
-_OURS = {
-    "--model": "model",
-    "--kv-transfer-config": "kv_transfer_config",
-    "--worker-cls": "worker_cls",
-    "--kv-offloading-size": "kv_offloading_size",  # brings a connector of its own
-}
+_OURS = {f"--{name.replace('_', '-')}": name for name in ("model", *OURS)}
 """Flags that are not the user's, and what they are in vLLM's arguments."""
 
 WRITING_S = 60

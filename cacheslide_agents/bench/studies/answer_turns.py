@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
 from random import Random
@@ -22,7 +22,10 @@ from cacheslide_agents.bench.datasets import (
 from cacheslide_agents.bench.workloads.base import Draft, Limits, Turn
 from cacheslide_agents.bench.workloads.memgpt import exchanges, moments, shown_sessions
 from cacheslide_agents.bench.workloads.reflexion import Corpus, reflexion_prompt
+from cacheslide_agents.errors import DataError
 
+ANSWER_TOKENS = 24
+"""Of an answer, at most."""
 REFLECTION = (
     "My answer was not what the question asks for. This time I will find the passage about each "
     "name in the question, follow how they are related, and give exactly what is asked for."
@@ -43,6 +46,19 @@ def answer_drafts(data: Path, limits: Limits, seed: int) -> dict[str, list[Draft
     for drafts in groups.values():
         Random(seed).shuffle(drafts)
     return {task: list(chain.from_iterable(drafts)) for task, drafts in groups.items()}
+
+
+def built(drafts: Sequence[Draft], limit: int | None) -> list[Turn]:
+    """The first `limit` of them (default: all) that fit, as turns."""
+    return list(islice((turn for each in drafts if (turn := each.build()) is not None), limit))
+
+
+def check_any(turns: Sequence[Turn], data: Path, max_prompt_tokens: int) -> None:
+    """`DataError` where no question fits."""
+    if not turns:
+        raise DataError(
+            f"no question in {data} fits {max_prompt_tokens} tokens; raise --max-prompt-tokens"
+        )
 
 
 def interleaved(turns: Mapping[str, Sequence[Turn]]) -> list[Turn]:

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,15 +25,20 @@ from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampl
 from cacheslide_agents.bench.measure import Encode
 from cacheslide_agents.bench.metrics import first_line
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
-from cacheslide_agents.bench.studies.answer_turns import answer_drafts, interleaved
+from cacheslide_agents.bench.studies.answer_turns import (
+    ANSWER_TOKENS,
+    answer_drafts,
+    built,
+    check_any,
+    interleaved,
+)
 from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
-from cacheslide_agents.bench.workloads.base import Draft, Turn
+from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies import CacheSlide, Policy, Prefix
 from cacheslide_agents.prompt.chat import ChatEncoder
 
-ANSWER_TOKENS = 24
 QUOTED = ("reflexion",)
 """Tasks whose answers may stand in the file."""
 DENSE, REUSE = WAYS = ("dense", "reuse")
@@ -60,11 +64,8 @@ def run(
     """
     asking = Asking(backend, ChatEncoder(backend.tokenizer).encode, CacheSlide())
     drafts = answer_drafts(data, token_limits(backend, asking.encode, max_prompt_tokens), seed)
-    turns = interleaved({task: _built(some, limit) for task, some in drafts.items()})
-    if not turns:
-        raise DataError(
-            f"no question in {data} fits {max_prompt_tokens} tokens; raise --max-prompt-tokens"
-        )
+    turns = interleaved({task: built(some, limit) for task, some in drafts.items()})
+    check_any(turns, data, max_prompt_tokens)
     about = {
         "model": backend.model_id,
         "policy": asking.policy.name,
@@ -130,10 +131,6 @@ class Asking:
         if receipt is None:
             raise BackendError(f"{self.backend.model_id}: an answer ended without a receipt")
         return first_line("".join(chunk.text for chunk in chunks)), receipt
-
-
-def _built(drafts: Sequence[Draft], limit: int | None) -> list[Turn]:
-    return list(islice((turn for each in drafts if (turn := each.build()) is not None), limit))
 
 
 def _key(turn: Turn) -> Key:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
 from cacheslide_agents.bench.metrics import first_line
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
-from cacheslide_agents.bench.studies.answer_turns import answer_drafts
+from cacheslide_agents.bench.studies.answer_turns import (
+    ANSWER_TOKENS,
+    answer_drafts,
+    built,
+    check_any,
+)
 from cacheslide_agents.bench.studies.kept_keys import converted
 from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
 from cacheslide_agents.bench.workloads.base import Turn
-from cacheslide_agents.errors import DataError
 from cacheslide_agents.policies import Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
-ANSWER_TOKENS = 24
 TASK = "reflexion"
 BASE, CONVERTED = WAYS = ("base", "converted")
 Found = dict[str, Any]
@@ -45,11 +47,8 @@ def run(
     """Ask `limit` questions (default: all) of both models. Rows of an `earlier` run are kept."""
     encode = ChatEncoder(backend.tokenizer).encode
     drafts = answer_drafts(data, token_limits(backend, encode, max_prompt_tokens), seed)[TASK]
-    turns = list(islice((turn for each in drafts if (turn := each.build()) is not None), limit))
-    if not turns:
-        raise DataError(
-            f"no question in {data} fits {max_prompt_tokens} tokens; raise --max-prompt-tokens"
-        )
+    turns = built(drafts, limit)
+    check_any(turns, data, max_prompt_tokens)
     with converted(backend, cope_model) as other:
         about = {
             "model": backend.model_id,
