@@ -32,6 +32,7 @@ from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.distil import distil
 from cacheslide_agents.training.evaluate import evaluate
+from cacheslide_agents.training.material import Material, even
 from cacheslide_agents.training.recipe import Recipe
 from cacheslide_agents.training.run import Job, train
 from cacheslide_agents.training.student import Student
@@ -43,7 +44,8 @@ from torch_cacheslide.locate import locate
 from torch_cacheslide.models import load_model
 
 SUPPORT = Path(__file__).parent / "support"
-IDS = torch.tensor(np.random.default_rng(0).integers(0, 256, 40))
+WINDOW = even(np.random.default_rng(0).integers(0, 256, 40))
+IDS = WINDOW.ids
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_transfer_loss_is_the_relative_error_of_each_layer_fed_with_the_teachers
         found = other.self_attn(normed, position_embeddings=still, attention_mask=None)[0]
         error = (found - target).square().sum() / target.square().sum()
         wanted += float(error.detach()) / 2
-    assert transfer(teacher, student, IDS, share=1.0) == pytest.approx(wanted, rel=1e-5)
+    assert transfer(teacher, student, WINDOW, share=1.0) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_transfer_gradients_equal_finite_differences(folder: Path) -> None:
@@ -106,13 +108,13 @@ def test_transfer_gradients_equal_finite_differences(folder: Path) -> None:
     weight = student.model.layers[1].self_attn.cope_embedding
     with torch.no_grad():
         weight += torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) / 10
-    transfer(teacher, student, IDS, share=0.5)
+    transfer(teacher, student, WINDOW, share=0.5)
     slope = float(weight.grad[2, 3, 1])
     losses = []
     for step in (1e-5, -2e-5):
         with torch.no_grad():
             weight[2, 3, 1] += step
-        losses.append(transfer(teacher, student, IDS, share=0.5))
+        losses.append(transfer(teacher, student, WINDOW, share=0.5))
     # the reported loss is the mean over two layers; gradients are of their sum
     assert slope == pytest.approx(0.5 * 2 * (losses[0] - losses[1]) / 2e-5, rel=1e-4)
 
@@ -121,7 +123,7 @@ def test_distillation_is_the_gradient_of_the_mean_divergence(folder: Path) -> No
     teacher: Any = load_model(folder, dtype="float64").model
     student = Student(teacher, Recipe(npos=8)).model
     weight = student.model.layers[0].self_attn.q_proj.weight
-    loss = distil(teacher, student, IDS, share=0.25)
+    loss = distil(teacher, student, WINDOW, share=0.25)
     split = weight.grad.clone()
     weight.grad = None
     p = torch.log_softmax(teacher(IDS[None]).logits[0], dim=-1)
@@ -144,7 +146,9 @@ def test_training_brings_the_converted_model_nearer_to_its_original(
     untrained = evaluate(
         loaded.model, Student(loaded.model, recipe).model, corpus.ids, [64], limit=4
     )
-    conversion = Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b")
+    conversion = Conversion(
+        loaded.model, Material(corpus, recipe), recipe, tmp_path, base_digest="b"
+    )
     reports = list(conversion)
     trained = evaluate(loaded.model, conversion.student.model, corpus.ids, [64], limit=4)
     assert len(reports) == 60 and conversion.tokens == 64 * 60
@@ -439,15 +443,34 @@ def test_a_folder_that_holds_another_run_is_refused(
     corpus = Corpus(read_texts([text]), loaded.tokenizer, seed=0)
     recipe = Recipe(transfer_tokens=640, lengths=(32,), npos=8)
     started = iter(
-        Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b", checkpoint_every=1)
+        Conversion(
+            loaded.model,
+            Material(corpus, recipe),
+            recipe,
+            tmp_path,
+            base_digest="b",
+            checkpoint_every=1,
+        )
     )
     next(started)
     changed = Recipe(transfer_tokens=640, lengths=(32,), npos=8, learning_rate=1e-3)
     with pytest.raises(DataError, match="another recipe"):
-        next(iter(Conversion(loaded.model, corpus, changed, tmp_path, base_digest="b")))
+        next(
+            iter(
+                Conversion(
+                    loaded.model, Material(corpus, changed), changed, tmp_path, base_digest="b"
+                )
+            )
+        )
     (tmp_path / CHECKPOINT).write_bytes(b"torn")
     with pytest.raises(DataError, match="cannot be read"):
-        next(iter(Conversion(loaded.model, corpus, recipe, tmp_path, base_digest="b")))
+        next(
+            iter(
+                Conversion(
+                    loaded.model, Material(corpus, recipe), recipe, tmp_path, base_digest="b"
+                )
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -469,6 +492,9 @@ def test_a_bad_line_of_text_is_named(tmp_path: Path, line: str) -> None:
         {"lengths": (4,)},
         {"npos": 1},
         {"seed": -1},
+        {"request_share": 0.0},
+        {"longest_request": 4},
+        {"answer_weight": 1.0},
     ],
 )
 def test_a_recipe_out_of_range_is_refused(change: dict[str, Any]) -> None:
@@ -476,9 +502,13 @@ def test_a_recipe_out_of_range_is_refused(change: dict[str, Any]) -> None:
         Recipe(**change)
 
 
-def test_steps_cover_the_tokens_and_the_rate_rises_and_falls() -> None:
+def test_steps_cover_the_tokens_and_the_rate_rises_and_falls(folder: Path, text: Path) -> None:
     recipe = Recipe(transfer_tokens=1000, lengths=(100, 50), warmup=0.25, floor=0.1)
-    assert recipe.steps("transfer") == 13  # six rounds of 150 and 100 more
+    corpus = Corpus(read_texts([text]), load_model(folder).tokenizer, seed=0)
+    material = Material(corpus, recipe)
+    assert material.steps("transfer") == 13  # six rounds of 150 and 100 more
+    lengths = [len(material.windows("transfer", step)[0].ids) for step in range(13)]
+    assert lengths == [100, 50] * 6 + [100]
     rates = [recipe.rate(step, 100) for step in range(100)]
     assert rates[0] == pytest.approx(1 / 26) and max(rates) == pytest.approx(1.0)
     assert rates[-1] == pytest.approx(0.1, abs=0.001)

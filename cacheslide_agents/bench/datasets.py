@@ -30,6 +30,7 @@ class HotpotQuestion:
     question: str
     answer: str
     paragraphs: tuple[Paragraph, ...]
+    supporting_titles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,8 @@ class Record:
         for i, value in enumerate(self.get(name, list)):
             yield Record(_object(value, f"{self.where}: {name}[{i}]"), f"{self.where}: {name}[{i}]")
 
-    def strings(self, name: str) -> tuple[str, ...]:
-        values = self.get(name, list)
+    def strings(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        values = self.get(name, list) if default is None else self.optional(name, list, [*default])
         if not all(isinstance(value, str) for value in values):
             raise DataError(f"{self.where}: {name!r} must hold strings only")
         for value in values:
@@ -172,6 +173,7 @@ def _hotpot_question(record: Record) -> HotpotQuestion:
             Paragraph(item.get("title", str), item.get("text", str))
             for item in record.items("paragraphs")
         ),
+        supporting_titles=record.strings("supporting_titles", ()),
     )
 
 

@@ -19,6 +19,7 @@ from cacheslide_agents.cli import (
     demo,
     generate,
     inspect,
+    record,
     replay,
     report,
     serve,
@@ -43,6 +44,7 @@ app.command()(bench.bench)
 app.command()(replay.replay)
 app.command()(report.report)
 app.command()(demo.demo)
+app.command()(record.record)
 app.command()(train.train)
 app.command()(calibrate.calibrate)
 app.command(context_settings=serve.FOREIGN_FLAGS)(serve.serve)

@@ -34,6 +34,10 @@ def train(
         Path,
         typer.Option(parser=options.place("--out"), help="Folder for checkpoints and the result."),
     ],
+    requests: Annotated[
+        list[Path] | None,
+        typer.Option(help="Logs of an agent's requests with answers (docs/traces.md), likewise."),
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     tokens: Annotated[int, typer.Option(min=0, help="For attention transfer.")] = 600_000,
     distil_tokens: Annotated[int, typer.Option(min=0, help="For distillation after it.")] = 0,
@@ -49,6 +53,11 @@ def train(
     learning_rate: Annotated[float, typer.Option(help="Of the projections.")] = 5e-4,
     embedding_rate: Annotated[float, typer.Option(help="Of the position embeddings.")] = 1e-2,
     distil_rate: Annotated[float, typer.Option(help="Of the projections in distillation.")] = 5e-5,
+    request_share: Annotated[float, typer.Option(help="Of the tokens, if --requests.")] = 0.67,
+    longest_request: Annotated[
+        int, typer.Option(help="Longer ones, in tokens, are left out.")
+    ] = 4096,
+    answer_weight: Annotated[float, typer.Option(help="Of what a request teaches.")] = 0.5,
     seed: int = 0,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 20,
     device: options.Device = None,
@@ -77,11 +86,15 @@ def train(
         embedding_rate=embedding_rate,
         adapter_rank=adapter_rank,
         seed=seed,
+        request_share=request_share,
+        longest_request=longest_request,
+        answer_weight=answer_weight,
     )
     job = Job(
         model=model,
         train_files=text,
         valid_files=valid,
+        requests=requests or (),
         out=out,
         recipe=recipe,
         start=start,

@@ -1,7 +1,7 @@
 """Requests as they stand in a log: one JSON object each.
 
-In: a JSON object, ours or of OpenAI's chat API. Out: a `LoggedRequest`, or a `DataError` that says
-where.
+In: a JSONL file, or one JSON object, ours or of OpenAI's chat API. Out: `LoggedRequest`s, or a
+`DataError` that says where.
 
 An object holds one of
 
@@ -19,12 +19,14 @@ cache and counts in no total), and the answer: `output` (text), `output_ids` (to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt, Message, Role, Span
 from cacheslide_agents.errors import DataError, PromptError
+from cacheslide_agents.foreign_json import json_lines
 from cacheslide_agents.prompt.auto import chunk_messages
 from cacheslide_agents.prompt.template import PromptTemplate
 
@@ -69,6 +71,19 @@ class LoggedRequest:
             return encoder.encode(self.prompt, tools=self.tools or None)
         except PromptError as error:
             raise DataError(f"{self.where}: {error}") from error
+
+
+def read_trace(path: str | Path) -> Iterator[LoggedRequest]:
+    """One request a line, read as it is asked for; `DataError` names the line that is wrong."""
+    try:
+        empty = True
+        for where, record in json_lines(path):
+            empty = False
+            yield read_request(record, where)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: the trace cannot be read: {error}") from error
+    if empty:
+        raise DataError(f"{path} holds no requests")
 
 
 def read_request(record: Any, where: str) -> LoggedRequest:

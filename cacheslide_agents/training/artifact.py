@@ -32,7 +32,8 @@ from torch_cacheslide.binding import BaseTensor
 class Card:
     """How a conversion came about. `seconds` of training, evaluation not counted.
 
-    `before`: recipe, tokens and seconds of the adapter that it started from, if it did.
+    `before`: recipe, tokens and seconds of the adapter that it started from, if it did. `requests`
+    were there to train on; `too_long` ones were left out.
     """
 
     base: str
@@ -44,6 +45,8 @@ class Card:
     held_out: Sequence[HeldOut]
     bound: Mapping[str, BaseTensor]
     before: Mapping[str, Any] | None = None
+    requests: int = 0
+    too_long: int = 0
 
     def write(self, folder: Path) -> None:
         (folder / CARD).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")

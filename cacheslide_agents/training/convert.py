@@ -1,6 +1,6 @@
 """The conversion itself: steps over text, checkpoints on the way.
 
-In: the original model, its tokenizer's windows of text, a recipe. Out: a trained `Student`. A run
+In: the original model, windows of its tokens, a recipe. Out: a trained `Student`. A run
 that is ended at any moment goes on from its last checkpoint to the very same result (on the CPU).
 """
 
@@ -13,21 +13,20 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cacheslide_agents.errors import ModelError
 from cacheslide_agents.training import checkpoint
 from cacheslide_agents.training.checkpoint import Progress
-from cacheslide_agents.training.corpus import Corpus
 from cacheslide_agents.training.distil import distil
-from cacheslide_agents.training.recipe import Recipe
+from cacheslide_agents.training.material import Material, Window
+from cacheslide_agents.training.recipe import PHASES, Recipe
 from cacheslide_agents.training.student import Student
 from cacheslide_agents.training.transfer import transfer
 from cacheslide_agents.weights.fingerprint import file_digest
 from torch_cacheslide.adapter import EMBEDDING, WEIGHTS, Adapter
 
-Step = Callable[[Any, Any, Tensor, float], float]
-PHASES: dict[str, Step] = {"transfer": transfer, "distil": distil}
+Learn = Callable[[Any, Any, Window, float], float]
+LEARN: dict[str, Learn] = {"transfer": transfer, "distil": distil}
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -49,7 +48,7 @@ class Conversion:
     def __init__(
         self,
         teacher: Any,
-        corpus: Corpus,
+        material: Material,
         recipe: Recipe,
         folder: Path,
         *,
@@ -57,11 +56,11 @@ class Conversion:
         start: Adapter | None = None,
         checkpoint_every: int = 20,
     ) -> None:
-        self._teacher, self._corpus, self._recipe = teacher, corpus, recipe
+        self._teacher, self.material, self._recipe = teacher, material, recipe
         self._path, self._every = folder / CHECKPOINT, checkpoint_every
         self.start, self.student = start, Student(teacher, recipe, start)
         started = [] if start is None else [file_digest(start.folder / WEIGHTS)]
-        digest = recipe.digest([base_digest, corpus.digest, *started])
+        digest = recipe.digest([base_digest, *material.digests, *started])
         self._progress = Progress("transfer", 0, 0.0, 0, digest)
 
     @property
@@ -73,7 +72,7 @@ class Conversion:
         return self._progress.seconds
 
     def __iter__(self) -> Iterator[Report]:
-        phases, saved = list(PHASES), None
+        phases, saved = PHASES, None
         if self._path.exists():
             saved = checkpoint.load(self._path, self._progress.digest)
             saved.restore_weights(self.student.trained)
@@ -88,7 +87,7 @@ class Conversion:
             yield from self._run(phase, optimizer)
 
     def _run(self, phase: str, optimizer: torch.optim.Optimizer) -> Iterator[Report]:
-        steps = self._recipe.steps(phase)
+        steps = self.material.steps(phase)
         for step in range(self._progress.step, steps):
             started = perf_counter()
             loss, tokens = self._step(phase, step, steps, optimizer)
@@ -105,14 +104,12 @@ class Conversion:
     def _step(
         self, phase: str, step: int, steps: int, optimizer: torch.optim.Optimizer
     ) -> tuple[float, int]:
-        recipe, length = self._recipe, self._recipe.length(step)
+        recipe, loss, tokens = self._recipe, 0.0, 0
         optimizer.zero_grad(set_to_none=True)
-        loss = 0.0
-        for number in range(recipe.sequences):
-            place = (list(PHASES).index(phase) * 1_000_000 + step) * recipe.sequences + number
-            ids = torch.from_numpy(self._corpus.window(place, length)).to(self._teacher.device)
-            share = 1.0 / recipe.sequences
-            loss += share * PHASES[phase](self._teacher, self.student.model, ids, share)
+        for window in self.material.windows(phase, step):
+            share, here = 1.0 / recipe.sequences, window.to(self._teacher.device)
+            loss += share * LEARN[phase](self._teacher, self.student.model, here, share)
+            tokens += len(window.ids)
         norm = torch.nn.utils.clip_grad_norm_(self.student.trained.values(), recipe.clip)
         if not torch.isfinite(norm):
             raise ModelError(
@@ -122,7 +119,7 @@ class Conversion:
         for group in optimizer.param_groups:
             group["lr"] = group["base_lr"] * recipe.rate(step, steps)
         optimizer.step()
-        return loss, length * recipe.sequences
+        return loss, tokens
 
     def _optimizer(self, phase: str) -> torch.optim.Optimizer:
         recipe, trained = self._recipe, self.student.trained

@@ -1,6 +1,6 @@
 """End-to-end distillation: the CoPE model's next-token distributions follow the original's.
 
-In: token windows. Out: gradients in the student's attention modules, and the mean KL divergence.
+In: windows. Out: gradients in the student's attention modules, and the weighted KL divergence.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
+from cacheslide_agents.training.material import Window
+
 VOCABULARY_ROWS = 256
 """Positions whose distributions are compared at once: [rows, vocabulary] is what takes memory."""
 
 
-def distil(teacher: Any, student: Any, ids: Tensor, share: float) -> float:
-    """Adds `share` times the gradients of one window `ids` [n]; returns KL(teacher || student)."""
+def distil(teacher: Any, student: Any, window: Window, share: float) -> float:
+    """Adds `share` times the gradients of one window; returns its KL(teacher || student)."""
+    ids = window.ids
     with torch.no_grad():
         wanted = teacher.model(ids[None], use_cache=False).last_hidden_state[0]
     found = _hidden_states(student, ids)
@@ -28,7 +31,8 @@ def distil(teacher: Any, student: Any, ids: Tensor, share: float) -> float:
         with torch.no_grad():
             target = _log_probabilities(teacher.lm_head(wanted[rows]))
         output = _log_probabilities(student.lm_head(cut[rows]))
-        loss = kl_div(output, target, log_target=True, reduction="sum") / len(ids)
+        divergence = kl_div(output, target, log_target=True, reduction="none").sum(dim=-1)
+        loss = (divergence * window.weights[rows]).sum()
         (loss * share).backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     torch.autograd.backward([found], [cut.grad])

@@ -14,6 +14,8 @@ from math import cos, pi
 from cacheslide_agents.errors import RequestError
 from torch_cacheslide.adapter import MOST_POSITIONS
 
+PHASES = ("transfer", "distil")
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -23,6 +25,10 @@ class Recipe:
     `sequences` windows make one step. `adapter_rank` trains low-rank adapters of the attention
     projections instead of the projections. Learning rates rise over `warmup` of the steps of a
     phase and fall along a cosine to `floor` of themselves.
+
+    Where there are requests of agents, those of up to `longest_request` tokens make up
+    `request_share` of the tokens, and of what is learnt from one, its answer counts
+    `answer_weight`, however short it is.
     """
 
     transfer_tokens: int = 600_000
@@ -38,6 +44,9 @@ class Recipe:
     floor: float = 0.01
     clip: float = 1.0
     seed: int = 0
+    request_share: float = 0.67
+    longest_request: int = 4096
+    answer_weight: float = 0.5
 
     def __post_init__(self) -> None:
         rate = "above 0 and below 1"
@@ -55,6 +64,9 @@ class Recipe:
             "floor": (0.0 <= self.floor <= 1.0, "from 0 to 1"),
             "clip": (self.clip > 0.0, "above 0"),
             "seed": (self.seed >= 0, "at least 0"),
+            "request_share": (0.0 < self.request_share <= 1.0, "above 0 and at most 1"),
+            "longest_request": (self.longest_request >= 16, "at least 16"),
+            "answer_weight": (0.0 < self.answer_weight < 1.0, rate),
         }
         for name, (holds, wanted) in checks.items():
             if not holds:
@@ -64,21 +76,8 @@ class Recipe:
                 "Recipe(transfer_tokens=0, distil_tokens=0) trains nothing; give one of them tokens"
             )
 
-    def steps(self, phase: str) -> int:
-        """Optimizer steps of `transfer` or `distil`."""
-        tokens = self.transfer_tokens if phase == "transfer" else self.distil_tokens
-        per_round = sum(self.lengths) * self.sequences
-        rounds, rest = divmod(tokens, per_round)
-        steps, done = rounds * len(self.lengths), 0
-        for length in self.lengths:
-            if done >= rest:
-                break
-            done += length * self.sequences
-            steps += 1
-        return steps
-
-    def length(self, step: int) -> int:
-        return self.lengths[step % len(self.lengths)]
+    def tokens(self, phase: str) -> int:
+        return self.transfer_tokens if phase == "transfer" else self.distil_tokens
 
     def rate(self, step: int, steps: int) -> float:
         """What a phase's learning rates are multiplied by at `step` of `steps`."""

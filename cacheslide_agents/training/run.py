@@ -18,8 +18,10 @@ from cacheslide_agents.training.artifact import Card, save_adapter, save_checkpo
 from cacheslide_agents.training.convert import CHECKPOINT, Conversion, Report
 from cacheslide_agents.training.corpus import Corpus, read_texts
 from cacheslide_agents.training.evaluate import HeldOut, check_held_out, evaluate
+from cacheslide_agents.training.material import Material
 from cacheslide_agents.training.output import LEAST_ROOM, check_free, claimed
 from cacheslide_agents.training.recipe import Recipe
+from cacheslide_agents.training.requests import Requests
 from torch_cacheslide.adapter import Adapter
 from torch_cacheslide.binding import BaseTensor, bind
 from torch_cacheslide.models import LoadedModel, load_model
@@ -29,7 +31,8 @@ ADAPTER, MERGED = "adapter", "model"
 
 @dataclass(frozen=True)
 class Job:
-    """Text files are JSONL with a `text` field; `out` keeps the checkpoint and the result.
+    """Text files are JSONL with a `text` field, `requests` are logs as `cacheslide replay` reads
+    them; `out` keeps the checkpoint and the result.
 
     `start`: the folder of an adapter that training begins with. `windows` held-out windows are
     read at each of `eval_lengths` tokens.
@@ -41,6 +44,7 @@ class Job:
     out: Path
     recipe: Recipe
     start: Path | None = None
+    requests: Sequence[Path] = ()
     device: str = "cpu"
     dtype: str = "float32"
     eval_lengths: tuple[int, ...] = (256, 1024, 2048)
@@ -61,14 +65,14 @@ def train(job: Job, report: Callable[[Report], None]) -> list[HeldOut]:
     bound = bind(teacher)
     start = None if job.start is None else Adapter.read(job.start)
     corpus = Corpus(texts, loaded.tokenizer, job.recipe.seed)
-    corpus.check(job.recipe.lengths)
+    material = Material(corpus, job.recipe, _requests(job, loaded))
     valid = Corpus(held_out, loaded.tokenizer, seed=0)
     check_held_out(valid.ids, job.eval_lengths)
     with claimed(job.out, LEAST_ROOM):
         _check_unfinished(job.out)
         conversion = Conversion(
             teacher,
-            corpus,
+            material,
             job.recipe,
             job.out,
             base_digest=loaded.fingerprint,
@@ -98,6 +102,8 @@ def _finish(
         threads=torch.get_num_threads(),
         held_out=held_out,
         bound=bound,
+        requests=conversion.material.requests,
+        too_long=conversion.material.too_long,
         before=None if conversion.start is None else conversion.start.history,
     )
     _check_unfinished(job.out)
@@ -120,3 +126,16 @@ def _texts(files: Sequence[Path]) -> list[str]:
     if not texts:
         raise DataError(f"no text in {', '.join(map(str, files)) or 'no file'}")
     return texts
+
+
+def _requests(job: Job, loaded: LoadedModel) -> Requests | None:
+    if not job.requests:
+        return None
+    embeddings: Any = loaded.model.get_input_embeddings()
+    return Requests(
+        job.requests,
+        loaded.tokenizer,
+        vocabulary=embeddings.num_embeddings,
+        longest=job.recipe.longest_request,
+        seed=job.recipe.seed,
+    )

@@ -15,6 +15,7 @@ QUESTIONS = [
         "id": f"q{number}",
         "question": f"Which river flows past mill {number}?",
         "answer": f"the Brook {number}",
+        "supporting_titles": [f"Mill {number}.3", f"Mill {number}.7"],
         "paragraphs": [
             {"title": f"Mill {number}.{part}", "text": f"Mill {number}.{part} stands by water."}
             for part in range(10)

@@ -92,11 +92,9 @@ def _answered(
     backend: Backend, request: LoggedRequest, prompt: EncodedPrompt, policy: Policy, run: str
 ) -> Receipt:
     """One token, in a namespace of this run and policy alone."""
-    asked = GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
+    asked = GenerationRequest.of(
+        prompt,
         namespace=f"replay-{run}-{request.namespace}",
-        task=prompt.task,
         session=request.session,
         sampling=Sampling(max_tokens=1),
         policy=policy,

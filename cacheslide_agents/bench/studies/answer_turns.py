@@ -17,7 +17,6 @@ from cacheslide_agents.bench.datasets import (
     Dialogue,
     HotpotQuestion,
     dialogues,
-    hotpot_questions,
 )
 from cacheslide_agents.bench.workloads.base import Draft, Limits, Turn
 from cacheslide_agents.bench.workloads.memgpt import exchanges, moments, shown_sessions
@@ -74,12 +73,8 @@ def interleaved(turns: Mapping[str, Sequence[Turn]]) -> list[Turn]:
 def _reflexion(data: Path, limits: Limits) -> Iterator[Draft]:
     """The first attempt at a question, then the one with its first reflections."""
     corpus = Corpus.read(data)
-    recorded: dict[str, tuple[str, ...]] = {}
-    for run in corpus.runs:
-        for trial in run.trials:
-            if trial.reflections:
-                recorded.setdefault(run.hotpotqa_id, trial.reflections)
-    for question in hotpot_questions(data / "hotpotqa" / "dev.jsonl"):
+    recorded = corpus.first_reflections()
+    for question in corpus.questions:
         known = recorded.get(question.id, (REFLECTION,))
         build = partial(_attempts, question, known, corpus.examples, limits)
         yield Draft(question.id, 2, "reflexion", build)

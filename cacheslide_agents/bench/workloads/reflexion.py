@@ -40,10 +40,10 @@ class Corpus:
     """Runs, their questions, and as worked examples the first questions that no run asks."""
 
     def __init__(self, runs: Sequence[ReflexionRun], questions: Sequence[HotpotQuestion]) -> None:
-        self.runs = tuple(runs)
-        self._questions = {one.id: one for one in questions}
+        self.runs, self.questions = tuple(runs), tuple(questions)
+        self._by_id = {one.id: one for one in questions}
         asked = {run.hotpotqa_id for run in runs}
-        if missing := sorted(asked - self._questions.keys()):
+        if missing := sorted(asked - self._by_id.keys()):
             raise DataError(
                 f"hotpotqa/dev.jsonl lacks question {missing[0]!r} of reflexion_dev.jsonl"
             )
@@ -57,7 +57,16 @@ class Corpus:
         )
 
     def question(self, run: ReflexionRun) -> HotpotQuestion:
-        return self._questions[run.hotpotqa_id]
+        return self._by_id[run.hotpotqa_id]
+
+    def first_reflections(self) -> dict[str, tuple[str, ...]]:
+        """By question, those of the first trial that had any."""
+        found: dict[str, tuple[str, ...]] = {}
+        for run in self.runs:
+            for trial in run.trials:
+                if trial.reflections:
+                    found.setdefault(run.hotpotqa_id, trial.reflections)
+        return found
 
 
 def reflexion_prompt(

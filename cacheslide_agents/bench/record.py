@@ -1,0 +1,73 @@
+"""A log of what a model answers, made as it answers.
+
+In: prompts, a backend. Out: a JSONL file as `prompt/logged.py` reads it. A run that was ended goes
+on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
+from cacheslide_agents.bench.asked import Asked
+from cacheslide_agents.errors import DataError
+from cacheslide_agents.foreign_json import json_lines
+from cacheslide_agents.policies import Recompute
+from cacheslide_agents.prompt.chat import ChatEncoder
+from cacheslide_agents.prompt.logged import messages_record
+from cacheslide_agents.weights.writing import writing
+
+MEND = "choose another --out"
+
+
+def record(backend: Backend, prompts: Iterable[Asked], out: Path, max_tokens: int) -> Iterator[str]:
+    """Answer densely and greedily, at most `max_tokens` each; yields the id of each that is there.
+
+    `DataError` where `out` holds something else, or answers of another model.
+    """
+    lines = _known(out, backend.model_id)
+    encode = ChatEncoder(backend.tokenizer).encode
+    for each in prompts:
+        if each.id not in lines:
+            request = GenerationRequest(
+                encode(each.prompt).ids,
+                sampling=Sampling(max_tokens=max_tokens),
+                policy=Recompute(),
+                retain=False,
+            )
+            chunks = list(backend.generate(request))
+            lines[each.id] = messages_record(
+                each.prompt,
+                id=each.id,
+                model=backend.model_id,
+                output="".join(chunk.text for chunk in chunks),
+                output_ids=[id_ for chunk in chunks for id_ in chunk.token_ids],
+            )
+            _write(out, lines.values())
+        yield each.id
+
+
+def _write(out: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """All of them or, at any moment, what was there before."""
+    part = out.with_name(f"{out.name}.part")
+    with writing(out, MEND):
+        text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+
+
+def _known(out: Path, model: str) -> dict[str, dict[str, Any]]:
+    """The lines in the file, by id."""
+    known: dict[str, dict[str, Any]] = {}
+    for where, found in json_lines(out) if out.exists() else ():
+        if not isinstance(found, dict) or not isinstance(found.get("id"), str):
+            raise DataError(f"{where} is no record of an answer; {MEND}")
+        if found.get("model") != model:
+            raise DataError(
+                f"{where} is an answer of {found.get('model')!r}, not of {model!r}; {MEND}"
+            )
+        known[found["id"]] = found
+    return known
