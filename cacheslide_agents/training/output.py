@@ -1,11 +1,12 @@
 """The folder that a run writes to: one run at a time, and nothing half written in it.
 
-In: a folder, or the name of one to be made inside it. Out: a claim on it that the kernel ends with
-the process, and folders that appear whole, by rename.
+In: a folder, or the name of one to be made inside it. Out: a claim on it that leaves no file and
+ends with the process, and folders that appear whole, by rename.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,15 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from filelock import FileLock, Timeout
-
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.training.checkpoint import GO_ON
 from cacheslide_agents.weights.writing import writing
 
 LEAST_ROOM = 1 << 30
 """Bytes for a checkpoint and a result."""
-LOCK = ".lock"
 
 
 @contextmanager
@@ -40,24 +38,25 @@ def claimed(out: Path, room: int = 0) -> Iterator[None]:
             f"{out}: {free >> 20} MB are free and {room >> 20} may be needed; free some space "
             "there, or choose another --out"
         )
-    lock = FileLock(out / LOCK, timeout=0)
-    _take(lock, out)
+    with writing(out, "choose another --out"):
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        _lock(folder, out)
         yield
     finally:
-        lock.release()
+        os.close(folder)
 
 
-def _take(lock: FileLock, out: Path) -> None:
+def _lock(folder: int, out: Path) -> None:
     try:
-        lock.acquire()
-    except Timeout as error:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         raise DataError(
             f"{out} is being written by another run; wait for its end, or choose another --out"
         ) from error
-    except (NotImplementedError, OSError) as error:
+    except OSError as error:
         raise DataError(
-            f"{out / LOCK} cannot be locked ({error}); choose an --out on a local disk"
+            f"{out} cannot be locked ({error}); choose an --out on a local disk"
         ) from error
 
 

@@ -14,7 +14,7 @@ from math import cos, pi
 from cacheslide_agents.errors import RequestError
 from torch_cacheslide.adapter import MOST_POSITIONS
 
-PHASES = ("transfer", "distil")
+PHASES: tuple[str, ...] = ("transfer", "distil")
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ class Requests:
         """Request `number` of an endless row: all of them in every round, each round shuffled."""
         around, at = divmod(number, len(self._kept))
         order = np.random.default_rng((self._seed, around)).permutation(len(self._kept))
-        return self._kept[order[at]]
+        return self._kept[int(order[at])]
 
 
 def _answered(paths: Iterable[Path], tokenizer: Any, vocabulary: int) -> Iterator[Answered]:
