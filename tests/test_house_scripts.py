@@ -229,3 +229,21 @@ def test_a_python_with_a_vllm_of_its_own_is_used_as_it_is(checkout: Checkout) ->
     missing = checkout.run("test_vllm", env={"VLLM_PYTHON": "/bin/false"})
     assert missing.returncode == 1
     assert "VLLM_PYTHON=/bin/false lacks" in missing.stderr
+
+
+def test_a_conversion_goes_on_with_the_stage_that_is_missing(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    data, out = tmp_path / "data", tmp_path / "out"
+    assert checkout.run("convert", str(data), str(out)).returncode == 0
+    stages = [line.split()[0] for line in checkout.asked("--out")]
+    assert stages == ["record", "train", "train"]
+    second = checkout.asked("--start")[0]
+    assert f"--start {out}/text/adapter --requests {out}/answers.jsonl" in second
+    (out / "text" / "model").mkdir(parents=True)
+    assert checkout.run("convert", str(data), str(out)).returncode == 0
+    assert checkout.asked("train --out") == checkout.asked("--start")
+    (out / "agent" / "model").mkdir(parents=True)
+    assert checkout.run("convert", str(data), str(out)).returncode == 0
+    assert not checkout.asked("--out")
+    assert "usage: scripts/convert DATA OUT" in checkout.run("convert", str(data)).stderr

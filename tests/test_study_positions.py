@@ -122,7 +122,8 @@ def test_a_converted_models_answers_stand_beside_its_bases(
     encode = ChatEncoder(smollm2_tokenizer).encode
     window = AutoConfig.from_pretrained(tiny_model).max_position_embeddings
     drafts = answer_drafts(data, window_limits(smollm2_tokenizer, window, encode, 4096), seed=0)
-    turns = [draft.build() for draft in drafts["reflexion"][:2]]
+    held_out = [draft for draft in drafts["reflexion"] if int(draft.id[1:]) % 2 == 0]
+    turns = [draft.build() for draft in held_out[:2]]
     assert [row["id"] for row in found["rows"]] == [turn.id for turn in turns if turn]
     for row, turn in zip(found["rows"], turns, strict=True):
         assert turn is not None
@@ -131,11 +132,17 @@ def test_a_converted_models_answers_stand_beside_its_bases(
         for way, model in (("base", tiny_model), ("converted", cope)):
             assert row[way] == generated(model, prompt)
             assert row[f"f1_{way}"] == token_f1(row[way], turn.answers)
-    (point,) = found["points"]
+    point, whole = found["points"]
+    assert (point["part"], whole["part"]) == ("held out", "all")
+    assert {**point, "part": "all"} == whole
     assert (point["n"], point["questions"], point["changed"]) == (2, 11, 1.0)
     resumed = {**found, "rows": [row | {"f1_converted": 1.0} for row in found["rows"]]}
     write_json(data / "converted.json", resumed)
-    (point,) = study("converted", data, tiny_model, cope_model=cope, limit=2, resume=True)["points"]
+    again = study("converted", data, tiny_model, cope_model=cope, limit=7, resume=True)
+    assert [row["held_out"] for row in again["rows"]] == [True] * 6 + [False]
+    assert [point["n"] for point in again["points"]] == [6, 7]
+    resumed_only = study("converted", data, tiny_model, cope_model=cope, limit=2, resume=True)
+    point = resumed_only["points"][0]
     gains = [1.0 - row["f1_base"] for row in found["rows"]]
     assert point["f1_difference"] == pytest.approx(np.mean(gains))
     assert (point["f1_low"], point["f1_high"]) == pytest.approx(mean_interval(gains))

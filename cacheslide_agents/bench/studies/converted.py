@@ -1,8 +1,9 @@
 """Converted: does a model answer as well after its positions were made contextual (CoPE)?
 
 In: every HotpotQA question as a `reflexion` turn; a model, and the same one converted. Out: `rows`,
-the scores of both models' dense answers, and `points`, one: mean F1 and EM, the mean paired
-difference with its bootstrap 95 % interval, and the share of answers whose text changed.
+the scores of both models' dense answers, and `points`, of all questions and of those that
+`cacheslide record` holds out: mean F1 and EM, the mean paired difference with its bootstrap 95 %
+interval, and the share of answers whose text changed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
+from cacheslide_agents.bench.asked import trained_on
 from cacheslide_agents.bench.metrics import first_line
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
 from cacheslide_agents.bench.studies.answer_turns import (
@@ -24,6 +26,7 @@ from cacheslide_agents.bench.studies.answer_turns import (
 from cacheslide_agents.bench.studies.kept_keys import converted
 from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
 from cacheslide_agents.bench.workloads.base import Turn
+from cacheslide_agents.bench.workloads.reflexion import Corpus
 from cacheslide_agents.policies import Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
@@ -47,7 +50,8 @@ def run(
     """Ask `limit` questions (default: all) of both models. Rows of an `earlier` run are kept."""
     encode = ChatEncoder(backend.tokenizer).encode
     drafts = answer_drafts(data, token_limits(backend, encode, max_prompt_tokens), seed)[TASK]
-    turns = built(drafts, limit)
+    learnt = {one.id for one in trained_on(Corpus.read(data).questions)}
+    turns = built(sorted(drafts, key=lambda draft: draft.id in learnt), limit)
     check_any(turns, data, max_prompt_tokens)
     with converted(backend, cope_model) as other:
         about = {
@@ -62,7 +66,7 @@ def run(
             if rows[turn.id] is None:
                 ids = encode(turn.measure).ids
                 answers = {BASE: _answer(backend, ids), CONVERTED: _answer(other, ids)}
-                rows[turn.id] = _row(turn, len(ids), answers)
+                rows[turn.id] = _row(turn, len(ids), turn.id not in learnt, answers)
                 save(_study(about, len(drafts), rows.values()))
             progress(number + 1, len(turns), turn.id)
     return _study(about, len(drafts), rows.values())
@@ -75,13 +79,18 @@ def _answer(backend: Backend, ids: Sequence[int]) -> str:
     return first_line("".join(chunk.text for chunk in backend.generate(request)))
 
 
-def _row(turn: Turn, tokens: int, answers: Mapping[str, str]) -> Found:
-    about = {"task": turn.task, "id": turn.id, "prompt_tokens": tokens}
+def _row(turn: Turn, tokens: int, held_out: bool, answers: Mapping[str, str]) -> Found:
+    about = {"task": turn.task, "id": turn.id, "prompt_tokens": tokens, "held_out": held_out}
     return {**about, **scored(answers, turn.answers), **answers}
 
 
 def _study(about: Found, questions: int, rows: Iterable[Found | None]) -> Found:
     """`rows` in the order of the run; `None` where a question was not asked yet."""
     asked = [row for row in rows if row is not None]
-    point = {"task": TASK, "questions": questions, "n": len(asked), **paired(asked, WAYS)}
-    return {**about, "points": [point], "rows": asked}
+    parts = {"held out": [row for row in asked if row["held_out"]], "all": asked}
+    points = [
+        {"task": TASK, "part": name, "questions": questions, "n": len(part), **paired(part, WAYS)}
+        for name, part in parts.items()
+        if part
+    ]
+    return {**about, "points": points, "rows": asked}
