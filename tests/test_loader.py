@@ -6,9 +6,10 @@ from collections.abc import Callable
 from threading import Event
 
 import pytest
+import torch
 
 from cacheslide_agents.errors import PageError
-from cacheslide_agents.pages.loader import AheadLoader, InlineLoader, Loader
+from cacheslide_agents.pages.loader import DEPTH, AheadLoader, InlineLoader, Loader, loader_for
 
 LAYERS = 6
 Make = Callable[[Callable[[int], None]], Loader]
@@ -79,3 +80,20 @@ def test_nothing_is_filled_once_a_loader_is_closed() -> None:
     loader.close()
     loader.enter(LAYERS - 1)
     assert filled == [0]
+
+
+@pytest.mark.parametrize(
+    ("depth", "gains", "most_ahead"),
+    [(0, True, None), (2, False, 2), (None, True, DEPTH), (None, False, None)],
+)
+def test_a_loader_is_ahead_as_asked_or_where_that_gains_something(
+    depth: int | None, gains: bool, most_ahead: int | None
+) -> None:
+    filled: list[int] = []
+    loader = loader_for(filled.append, LAYERS, depth, torch.device("cpu"), lambda: gains)
+    if most_ahead is None:
+        assert isinstance(loader, InlineLoader)
+    else:
+        loader.wait(most_ahead)  # layer 0 is entered
+        assert filled == list(range(most_ahead + 1))
+    loader.close()

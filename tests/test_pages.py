@@ -269,7 +269,6 @@ def test_a_context_not_used_for_its_time_to_live_goes(
     put: Any, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("cacheslide_agents.pages.slide.monotonic", lambda: now)
     monkeypatch.setattr("cacheslide_agents.pages.holdings.monotonic", lambda: now)
     store = SlideStore(1 << 20, ttl_s=60)
     used, unused = put(store, [1]), put(store, [2])

@@ -38,7 +38,7 @@ def audit(disk: Disk) -> Iterator[Fault]:
             "looked at"
         )
     for number, (geometry, _, _) in disk.extents.items():
-        places = disk.needed_in(number)
+        places = disk.needs.within(number)
         for layer in range(geometry.layers):
             try:
                 disk.read(places, layer, _buffers(geometry, len(places)))

@@ -13,7 +13,10 @@ from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages.arena import Arena
 from cacheslide_agents.pages.block import Block, Place
 from cacheslide_agents.pages.disk import Disk
+from cacheslide_agents.pages.extents import Page, extent_bytes
+from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.holdings import Holdings
+from cacheslide_agents.pages.rows import ExtentRow
 from cacheslide_agents.pages.spill import Spiller
 from cacheslide_agents.pages.trouble import told
 
@@ -71,7 +74,7 @@ def _move(
     holdings: Holdings, spiller: Spiller, disk: Disk, number: int, at: dict[Place, Block]
 ) -> None:
     geometry, _, _ = disk.extents[number]
-    places = disk.needed_in(number)
+    places = disk.needs.within(number)
     if any(place not in at or at[place].busy for place in places):
         return  # also needed by a context that was replaced, or in use
     staging = Arena.staging(geometry, len(places))
@@ -80,12 +83,12 @@ def _move(
     ]
     for layer in range(geometry.layers):
         disk.read(places, layer, [block[layer] for block in pages])
-    extent = disk.write(geometry, pages)
+    extent = _written(disk, geometry, pages)
     moved = [at[place] for place in places]
     owners = {owner for block in moved for owner in block.owners}
     for block, place in zip(moved, disk.adopt(extent), strict=True):
         assert block.copy is not None
-        disk.release(block.copy)
+        disk.needs.release(block.copy)
         block.copy = place
         at[place] = block
     for owner in owners:
@@ -94,3 +97,12 @@ def _move(
             owner.row = None
             holdings.uncommitted[owner] = None
     spiller.must_commit("what was compacted lies there twice")
+
+
+def _written(disk: Disk, geometry: Geometry, pages: list[list[Page]]) -> ExtentRow:
+    number = disk.begin(extent_bytes(geometry, len(pages)))
+    try:
+        return disk.write(number, geometry, pages)
+    except BaseException:
+        disk.give_up(number)
+        raise

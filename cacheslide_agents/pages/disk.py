@@ -10,7 +10,6 @@ committed context and no block in the store's hands needs a place in it.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from os import PathLike
@@ -18,10 +17,11 @@ from pathlib import Path
 
 from cacheslide_agents.errors import PageError, StoreError
 from cacheslide_agents.pages.block import Place
-from cacheslide_agents.pages.extents import Extents, Page, extent_bytes
+from cacheslide_agents.pages.extents import Extents, Page
 from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.index import Index
 from cacheslide_agents.pages.lock import FolderLock
+from cacheslide_agents.pages.needs import Needs
 from cacheslide_agents.pages.rows import ContextRow, ExtentRow
 from cacheslide_agents.pages.trouble import FULL
 from cacheslide_agents.paths import expanded
@@ -52,18 +52,18 @@ class Disk:
 
     def _take_stock(self) -> None:
         """Read the index, and clean up as far as the disk allows."""
-        self._needed: Counter[Place] = Counter()
-        self._live: Counter[int] = Counter()
+        self.needs = Needs()
         self._places: dict[int, tuple[Place, ...]] = {}
         self._forgotten: set[int] = set()
         self._pending: dict[int, ExtentRow] = {}
         self.spared: set[int] = set()
         """Extents that contexts may need which could not be looked at; they stay."""
         self._table = {row.number: row for row in self._index.extents()}
-        self.nbytes = sum(map(_bytes_of, self._table.values()))
+        self.nbytes = sum(extent.nbytes for extent in self._table.values())
         """Of all extents, dead places included."""
         self.missing = 0
         self.written_bytes = 0
+        self._under_way: dict[int, int] = {}
         self.contexts = [row for row in self._index.contexts() if self._is_whole(row)]
         known = {*self._table, *self._files()}
         if not self._index.whole:
@@ -116,12 +116,8 @@ class Disk:
         return False
 
     def _is_there(self, number: int) -> bool:
-        extent = self._table.get(number)
-        try:
-            size = self._extents.path(number).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return extent is not None and size == _bytes_of(extent)
+        size, extent = self._extents.size(number), self._table.get(number)
+        return extent is not None and size == extent.nbytes
 
     def _sweep(self) -> None:
         """Remove what a crash left: files the index does not know, extents nobody needs."""
@@ -137,37 +133,48 @@ class Disk:
     def dead_bytes(self) -> int:
         """Of places that nobody needs in extents that somebody does."""
         return sum(
-            (extent.sums.shape[1] - self._live[number]) * extent.geometry.block_bytes
+            (extent.blocks - self.needs.count(number)) * extent.geometry.block_bytes
             for number, extent in self._table.items()
         )
+
+    @property
+    def under_way(self) -> int:
+        """Bytes of extents begun that were neither adopted nor given up."""
+        return sum(self._under_way.values())
 
     @property
     def extents(self) -> dict[int, tuple[Geometry, int, int]]:
         """By number: geometry, blocks, and how many of them are needed."""
         return {
-            number: (extent.geometry, extent.sums.shape[1], self._live[number])
+            number: (extent.geometry, extent.blocks, self.needs.count(number))
             for number, extent in self._table.items()
         }
 
-    def needed_in(self, number: int) -> list[Place]:
-        return sorted(place for place in self._needed if place.extent == number)
+    def begin(self, nbytes: int) -> int:
+        """The number of an extent to be written; its bytes are under way from now on."""
+        number, self._next = self._next, self._next + 1
+        self._under_way[number] = nbytes
+        return number
 
-    def write(self, geometry: Geometry, blocks: Sequence[Sequence[Page]]) -> ExtentRow:
-        """Write and sync an extent; it counts once it is committed. `OSError` leaves nothing."""
+    def write(self, number: int, geometry: Geometry, blocks: Sequence[Sequence[Page]]) -> ExtentRow:
+        """Write and sync an extent that was begun. `OSError` leaves no file."""
         assert self._lock is not None
         self._lock.check(self.folder)
-        number, self._next = self._next, self._next + 1
-        sums = self._extents.write(number, geometry, blocks)
-        self.written_bytes += extent_bytes(geometry, len(blocks))
-        return ExtentRow(number, geometry, sums)
+        return ExtentRow(number, geometry, self._extents.write(number, geometry, blocks))
+
+    def give_up(self, number: int) -> None:
+        """What was begun is not to be; safe to call for what was adopted."""
+        self._under_way.pop(number, None)
 
     def adopt(self, extent: ExtentRow) -> list[Place]:
         """Take a written extent in, to be committed next; its places are needed by the caller."""
+        self.give_up(extent.number)
         self._table[extent.number] = self._pending[extent.number] = extent
-        self.nbytes += _bytes_of(extent)
-        places = [Place(extent.number, position) for position in range(extent.sums.shape[1])]
+        self.nbytes += extent.nbytes
+        self.written_bytes += extent.nbytes
+        places = [Place(extent.number, position) for position in range(extent.blocks)]
         for place in places:
-            self.hold(place)
+            self.needs.hold(place)
         return places
 
     def read(self, places: Sequence[Place], layer: int, into: Sequence[Page]) -> None:
@@ -186,17 +193,6 @@ class Disk:
             pages = [page for _, page in wanted]
             self._extents.read(number, extent.geometry, extent.sums, layer, positions, pages)
 
-    def hold(self, place: Place) -> None:
-        if self._needed[place] == 0:
-            self._live[place.extent] += 1
-        self._needed[place] += 1
-
-    def release(self, place: Place) -> None:
-        self._needed[place] -= 1
-        if self._needed[place] == 0:
-            del self._needed[place]
-            self._live[place.extent] -= 1
-
     def may_go(self, number: int) -> bool:
         """Whether that extent goes as soon as nobody who is known needs it."""
         return number not in self.spared
@@ -213,9 +209,9 @@ class Disk:
         forgotten = sorted(self._forgotten)
         for row in forgotten:
             for place in self._places.pop(row, ()):
-                self.release(place)
+                self.needs.release(place)
         needed_now = {place.extent for row in contexts for place in row.places}
-        unneeded = [n for n in self._table if not self._live[n] and n not in needed_now]
+        unneeded = [n for n in self._table if not self.needs.count(n) and n not in needed_now]
         dead = [number for number in unneeded if self.may_go(number)]
         fresh = [extent for number, extent in self._pending.items() if number not in dead]
         if not (fresh or contexts or forgotten or dead or self._index.unsound):
@@ -228,7 +224,7 @@ class Disk:
         self._forgotten.difference_update(forgotten)
         self._pending.clear()
         for number in dead:
-            self.nbytes -= _bytes_of(self._table.pop(number))
+            self.nbytes -= self._table.pop(number).nbytes
             self._extents.remove(number)
         return rows
 
@@ -237,7 +233,7 @@ class Disk:
         assert number is not None
         self._places[number] = row.places
         for place in row.places:
-            self.hold(place)
+            self.needs.hold(place)
 
     def close(self) -> None:
         self._index.close()
@@ -247,7 +243,3 @@ class Disk:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-
-def _bytes_of(extent: ExtentRow) -> int:
-    return extent_bytes(extent.geometry, extent.sums.shape[1])

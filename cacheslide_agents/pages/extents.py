@@ -3,7 +3,7 @@
 In: pages in memory. Out: the same from SSD, with their checksums verified. An extent holds blocks
 that left memory together, layer by layer, so that one layer of them is one sequential range:
 
-    4,096 bytes: JSON with magic, format version, number and geometry, padded with spaces
+    4,096 bytes, the head: JSON with magic, format version, number and geometry, padded with spaces
     layer 0: page of block 0, page of block 1, ...; layer 1: ...
 """
 
@@ -58,6 +58,13 @@ class Extents:
         names = [path.stem for path in self.folder.glob(f"*{SUFFIX}")]
         return {int(name, 16) for name in names if all(c in "0123456789abcdef" for c in name)}
 
+    def size(self, number: int) -> int | None:
+        """Bytes of a file; `None` where there is none, `OSError` where that cannot be seen."""
+        try:
+            return self.path(number).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def write(self, number: int, geometry: Geometry, blocks: Sequence[Sequence[Page]]) -> Sums:
         """Make the file and sync it and its folder; `blocks[b][layer]`. `OSError` leaves none."""
         sums = np.zeros((geometry.layers, len(blocks)), dtype=np.uint64)
@@ -65,7 +72,7 @@ class Extents:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             try:
-                _write_all(file, [_header(number, geometry, len(blocks))])
+                _write_all(file, [_head(number, geometry, len(blocks))])
                 for layer in range(geometry.layers):
                     pages = [block[layer] for block in blocks]
                     _write_all(file, pages)
@@ -107,10 +114,9 @@ class Extents:
             raise _unreadable(path, error) from error
         for position, page in zip(wanted, into, strict=True):
             if checksum(page) != int(sums[layer, position]):
-                raise PageError(
-                    f"extent {path} is torn: page {position} of layer {layer} does not have its "
-                    "checksum"
-                )
+                torn = f"page {position} of layer {layer} does not have its checksum"
+                head = _head(number, geometry, sums.shape[1])
+                raise PageError(f"extent {path} is {_what_it_is(path, head)}: {torn}")
 
     def remove(self, number: int) -> None:
         """What cannot be removed now is in no index, and goes when the store is next opened."""
@@ -127,10 +133,20 @@ class Extents:
             os.close(folder)
 
 
-def _header(number: int, geometry: Geometry, blocks: int) -> Page:
+def _head(number: int, geometry: Geometry, blocks: int) -> Page:
     told = {"magic": MAGIC, "format": FORMAT, "number": number, "blocks": blocks}
     text = json.dumps({**told, "geometry": json.loads(geometry.to_json())})
     return np.frombuffer(text.encode().ljust(HEADER_BYTES), dtype=np.uint8)
+
+
+def _what_it_is(path: Path, head: Page) -> str:
+    """A file with a page that is not as it was written: damaged, or not the one that was meant."""
+    try:
+        with path.open("rb") as file:
+            exchanged = file.read(HEADER_BYTES) != head.tobytes()
+    except OSError:
+        exchanged = False
+    return "another file than was written there" if exchanged else "torn"
 
 
 def _neighbours(wanted: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -31,6 +31,8 @@ class Holdings:
         self.uncommitted: dict[Entry, None] = {}
         self.gone: WeakKeyDictionary[StoredContext, str] = WeakKeyDictionary()
         self._clock = 0
+        if disk is not None:
+            self._take_over(disk)
 
     def add(self, entry: Entry) -> None:
         entry.own()
@@ -42,14 +44,14 @@ class Holdings:
         self.touch(entry, entry.blocks)
         entry.arrived = entry.arrived or entry.used
 
-    def take_over(self, disk: Disk) -> None:
+    def _take_over(self, disk: Disk) -> None:
         """What was committed before. A clock that went back makes nothing older than it is."""
         blocks: dict[Place, Block] = {}
         for row in disk.contexts:
             for place in row.places:
                 if place not in blocks:
                     blocks[place] = Block(row.geometry, copy=place)
-                    disk.hold(place)
+                    disk.needs.hold(place)
             mine = [blocks[place] for place in row.places]
             entry = Entry(row.context, row.geometry, mine, row.block_of, row.row_of)
             entry.arrived, entry.row = row.arrived, row.row
@@ -80,6 +82,11 @@ class Holdings:
                 f"{what} has no layer {layer}: it was stored with {entry.geometry.layers} layers"
             )
         return entry
+
+    def expire(self, among: Iterable[StoredContext] | None = None) -> None:
+        """Drop what was not used for too long, of all or `among` some."""
+        for entry in self.catalog.expired(monotonic(), among):
+            self.drop(entry, "expired")
 
     def lose(self, blocks: Iterable[Block], error: PageError) -> None:
         """Contexts whose pages are not as they were written are never asked again."""
@@ -123,7 +130,7 @@ class Holdings:
         if block.slot is not None:
             self.host.give(block)
         if block.copy is not None and self.disk is not None:
-            self.disk.release(block.copy)
+            self.disk.needs.release(block.copy)
             block.copy = None
 
     def hold(self, blocks: Iterable[Block]) -> None:

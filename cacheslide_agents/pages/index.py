@@ -11,7 +11,7 @@ import os
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 from cacheslide_agents.errors import StoreError
@@ -185,12 +185,6 @@ class Index:
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _spelt(text: bytes) -> str:

@@ -7,6 +7,7 @@ a refusal that changed nothing but what had to go anyway. Callers hold the store
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,13 +16,16 @@ from torch import Tensor
 from cacheslide_agents.errors import PageError
 from cacheslide_agents.pages.base import LayerKV, ReusedRun, StoredContext
 from cacheslide_agents.pages.block import Block
-from cacheslide_agents.pages.draft import Draft, Ints, draft
+from cacheslide_agents.pages.draft import Draft, draft
 from cacheslide_agents.pages.entry import Entry
 from cacheslide_agents.pages.geometry import Geometry
 from cacheslide_agents.pages.holdings import Holdings
 from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.pages.reader import Reader
 from cacheslide_agents.pages.room import Room
+
+TRIES = 4
+"""Plans for one context, each made because another thread crossed the one before."""
 
 
 @dataclass(frozen=True)
@@ -35,25 +39,46 @@ class Offer:
     lease: Lease | None
 
 
+@dataclass(frozen=True)
+class Intake:
+    """A draft and what makes way for it: `going` are superseded, `over` are beyond a quota."""
+
+    plan: Draft
+    going: list[Entry]
+    over: list[Entry]
+
+    @property
+    def leaving(self) -> list[Entry]:
+        return [*self.going, *self.over]
+
+
+class CrossedError(Exception):
+    """What others did while room was waited for does not go with the plan."""
+
+
 class Keeper:
     def __init__(self, holdings: Holdings, room: Room, reader: Reader) -> None:
         self._holdings, self._room, self._reader = holdings, room, reader
 
     def keep(self, offer: Offer) -> Entry | None:
-        """`None` when there is nothing in it, a source is gone, or there is no room."""
+        """`None` when there is nothing in it, a source is gone, there is no room, or others cross
+        every plan.
+        """
         if not offer.layers or len(offer.context) == 0 or offer.layers[0][0].numel() == 0:
             return None
         geometry = Geometry.of(offer.layers, len(offer.context))
         _check_residuals(offer)
+        for _ in range(TRIES):
+            with suppress(CrossedError):
+                return self._planned_and_taken(offer, geometry)
+        return None
+
+    def _planned_and_taken(self, offer: Offer, geometry: Geometry) -> Entry | None:
         sources = [self._holdings.catalog.get(run.source) for run in offer.reused]
         runs = [(s, run) for s, run in zip(sources, offer.reused, strict=True) if s is not None]
         if len(runs) < len(sources):
             return None
-        going = [
-            entry
-            for entry in self._holdings.catalog.superseded_by(offer.context)
-            if _readers(entry, offer.lease) == 0
-        ]
+        going = self._superseded(offer)
         plan = draft(
             offer.context,
             geometry,
@@ -65,33 +90,32 @@ class Keeper:
         if over is None:
             return None
         layers = self._filled(offer, runs) if plan.anew else offer.layers
-        return self._take_in(offer, plan, layers, going, over)
+        return self._take_in(offer, Intake(plan, going, over), layers)
 
-    def _take_in(
-        self,
-        offer: Offer,
-        plan: Draft,
-        layers: Sequence[LayerKV],
-        going: list[Entry],
-        over: list[Entry],
-    ) -> Entry | None:
+    def _superseded(self, offer: Offer) -> list[Entry]:
+        """Those that nobody else reads."""
+        superseded = self._holdings.catalog.superseded_by(offer.context)
+        return [entry for entry in superseded if _readers(entry, offer.lease) == 0]
+
+    def _take_in(self, offer: Offer, intake: Intake, layers: Sequence[LayerKV]) -> Entry | None:
         """From here on what the new entry shares lives, and what it corrects stays in place.
 
-        Other threads run while room is waited for: if one began to read what was to go, all is
-        planned anew.
+        Other threads run while room is waited for, and may cross the plan.
         """
-        entry, holdings = plan.entry, self._holdings
+        plan, holdings = intake.plan, self._holdings
+        entry = plan.entry
         in_place = {entry.blocks[at] for at in np.unique(entry.block_of[plan.corrected])}
         entry.own()
         holdings.hold(in_place)
         nbytes = sum(b.geometry.block_bytes for b in plan.new_blocks) + entry.residual_bytes
-        leaving = [*going, *over]
-        dying = {b for e in leaving for b in e.blocks if b.owners <= {*leaving}}
-        room = stored = False
+        leaving = {*intake.leaving}
+        dying = {b for e in leaving for b in e.blocks if b.owners <= leaving}
+        stored = False
         try:
-            room = self._room.make(nbytes, exempt=dying, going=leaving)
-            if room and self._are_free(offer, in_place, going, over):
-                self._replace(entry, going, over)
+            if self._room.make(nbytes, exempt=dying, going=leaving):
+                if any(block.busy > 1 for block in in_place) or self._is_crossed(offer, intake):
+                    raise CrossedError
+                self._replace(intake)
                 for block in plan.new_blocks:
                     holdings.host.take(block)
                 self._fill(plan, layers)
@@ -101,24 +125,29 @@ class Keeper:
             if not stored:
                 holdings.abandon(entry)
             holdings.unhold(in_place)
-        if stored:
-            return entry
-        return self.keep(offer) if room else None
+        return entry if stored else None
 
-    def _are_free(
-        self, offer: Offer, in_place: set[Block], going: list[Entry], over: list[Entry]
-    ) -> bool:
-        """Whether nobody else reads what is about to be corrected or dropped."""
+    def _is_crossed(self, offer: Offer, intake: Intake) -> bool:
+        """Whether others began to use what has to go, or stored what has to go as well."""
+        catalog = self._holdings.catalog
+        going = self._superseded(offer)
+        over = catalog.over_quota(intake.plan.entry, going)
         return (
-            all(block.busy == 1 for block in in_place)
-            and all(_readers(entry, offer.lease) == 0 for entry in going)
-            and not any(self._holdings.catalog.is_held(entry) for entry in over)
+            any(_readers(entry, offer.lease) > 0 for entry in intake.going)
+            or any(catalog.is_held(entry) for entry in intake.over)
+            or not {*going} <= {*intake.going}
+            or over is None
+            or not {*over} <= {*intake.leaving}
         )
 
-    def _replace(self, entry: Entry, going: list[Entry], over: list[Entry]) -> None:
+    def _replace(self, intake: Intake) -> None:
         """Another thread may have dropped some while this one waited for room."""
-        for reason, leaving, heir in (("superseded", going, entry), ("evictions", over, None)):
-            for old in leaving:
+        leaving = (
+            ("superseded", intake.going, intake.plan.entry),
+            ("evictions", intake.over, None),
+        )
+        for reason, entries, heir in leaving:
+            for old in entries:
                 if self._holdings.catalog.get(old.context) is old:
                     self._holdings.drop(old, reason, heir)
 
@@ -147,24 +176,11 @@ class Keeper:
             keys, values = keys.detach().to("cpu", copy=True), values.detach().to("cpu", copy=True)
             for source, run in runs:
                 kept = np.flatnonzero(~run.corrected)
-                old = self._read(source, layer, kept + run.cached_start)
+                reading = self._reader.begin(source, layer, kept + run.cached_start, promote=False)
+                old = self._reader.finish(reading)
                 keys[:, kept + run.start], values[:, kept + run.start] = old
             filled.append((keys, values))
         return filled
-
-    def _read(self, source: Entry, layer: int, tokens: Ints) -> LayerKV:
-        ranges = [(int(token), int(token) + 1) for token in tokens]
-        reading = self._reader.begin(source, layer, ranges)
-        sound = False
-        try:
-            pair = self._reader.read(reading)
-            sound = True
-        except PageError as error:
-            self._holdings.lose(reading.blocks, error)
-            raise
-        finally:
-            self._reader.end(reading, sound=sound)
-        return pair
 
 
 def _readers(entry: Entry, lease: Lease | None) -> int:

@@ -16,6 +16,9 @@ import torch
 
 Fill = Callable[[int], None]
 
+DEPTH = 4
+"""Layers that a loader is ahead, where nothing else is asked for."""
+
 
 class Loader(Protocol):
     """Brings the layers of one request into their slots, in order; use once.
@@ -150,3 +153,17 @@ class AheadLoader:
             self._filled = layer if error is None else self._filled
             self._state.notify_all()
         return error is None
+
+
+def loader_for(
+    fill: Fill, layers: int, depth: int | None, device: torch.device, gains: Callable[[], bool]
+) -> Loader:
+    """One that is `depth` layers ahead, 0 for none; `None`: `DEPTH` where that `gains` something,
+    as it always does with slots on CUDA.
+    """
+    on_cuda = device.type == "cuda"
+    if depth is None:
+        depth = DEPTH if on_cuda or gains() else 0
+    if not depth:
+        return InlineLoader(fill)
+    return AheadLoader(fill, layers, depth, device if on_cuda else None)

@@ -64,11 +64,11 @@ class Room:
         with self.stalled():
             return self._wait()
 
-    def shed_clean(self, nbytes: int, exempt: Collection[Block]) -> None:
+    def shed_clean(self, nbytes: int) -> None:
         """Drop clean blocks from memory until `nbytes` are free, or there are no more."""
         if self._holdings.host.fits(nbytes):
             return
-        for block in self._candidates(exempt, held=False):
+        for block in self._candidates(NOTHING, held=False):
             if block.dirt == 0:
                 self._holdings.host.give(block)
                 self._holdings.counts["dropped_blocks"] += 1
@@ -97,9 +97,12 @@ class Room:
 
     def on_disk(self, spill: Spill) -> bool:
         assert self._spiller is not None
-        if self.make_on_disk(spill):
-            self._spiller.write(spill)
-        return self._spiller.end(spill)
+        try:
+            if self.make_on_disk(spill):
+                self._spiller.write(spill)
+        finally:
+            saved = self._spiller.end(spill)
+        return saved
 
     @contextmanager
     def stalled(self) -> Iterator[None]:
@@ -112,24 +115,25 @@ class Room:
 
     def make_on_disk(self, spill: Spill) -> bool:
         """Make room for `spill` in the SSD budget: replaced contexts go first, then dead places by
-        compaction, then the least recently used contexts; nothing goes for what never fits, or
-        while the index cannot be written. When false, `spill` knows why.
+        compaction, then the least recently used contexts; nothing goes for what never fits (beside
+        another extent under way), or while the index cannot be written. When false, `spill` knows
+        why.
         """
-        disk, nbytes = self._holdings.disk, spill.nbytes
+        disk = self._holdings.disk
         assert disk is not None and self._spiller is not None
-        while disk.nbytes + nbytes > self._disk_bytes:
-            if nbytes > self._disk_bytes:
+        while disk.nbytes + disk.under_way > self._disk_bytes:
+            if disk.under_way > self._disk_bytes:
                 spill.trouble = FULL
                 return False
             before = disk.nbytes
             self._forget_replaced()
             committed = self._spiller.commit()
-            if disk.nbytes + nbytes <= self._disk_bytes:
+            if disk.nbytes + disk.under_way <= self._disk_bytes:
                 break
             if not committed and disk.nbytes >= before:
                 spill.trouble = self._spiller.trouble
                 return False
-            if not (self._compacted(nbytes) or self._drop_stored()):
+            if not (self._compacted(spill.nbytes) or self._drop_stored()):
                 spill.trouble = FULL
                 return False
         return True

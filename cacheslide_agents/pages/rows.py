@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cacheslide_agents.chunks import Role, Span
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.pages.block import Place
-from cacheslide_agents.pages.extents import Sums
+from cacheslide_agents.pages.extents import Sums, extent_bytes
 from cacheslide_agents.pages.geometry import Geometry
 
 
@@ -29,9 +29,18 @@ class ExtentRow:
     geometry: Geometry
     sums: Sums
 
+    @property
+    def blocks(self) -> int:
+        return int(self.sums.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return extent_bytes(self.geometry, self.blocks)
+
     def values(self) -> list[Any]:
         sums = self.sums.astype("<u8")
-        return [self.number, self.geometry.to_json(), sums.shape[1], sums.tobytes()]
+        return [self.number, self.geometry.to_json(), self.blocks, sums.tobytes()]
 
     @classmethod
     def read(cls, _: int, number: int, geometry: str, blocks: int, sums: bytes) -> Self:

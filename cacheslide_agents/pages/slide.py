@@ -6,11 +6,9 @@ wherever they lie; after a restart, too.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from threading import Condition, RLock
-from time import monotonic
 from typing import Self
 
 import numpy as np
@@ -18,10 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cacheslide_agents.errors import PageError, StoreError
+from cacheslide_agents.errors import StoreError
 from cacheslide_agents.pages.base import ContextKey, LayerKV, ReusedRun, StoredContext, TokenRange
 from cacheslide_agents.pages.catalog import Catalog
-from cacheslide_agents.pages.compaction import compact_all
 from cacheslide_agents.pages.counters import Counters
 from cacheslide_agents.pages.disk import Disk
 from cacheslide_agents.pages.entry import Entry
@@ -31,12 +28,11 @@ from cacheslide_agents.pages.host import Host
 from cacheslide_agents.pages.keeper import Keeper, Offer
 from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.pages.limits import GIB, Limits
-from cacheslide_agents.pages.reader import Reader
+from cacheslide_agents.pages.reader import Reader, tokens_of
 from cacheslide_agents.pages.room import Room
 from cacheslide_agents.pages.spill import Spiller
+from cacheslide_agents.pages.upkeep import Upkeep
 from cacheslide_agents.pages.writer import Writer
-
-log = logging.getLogger(__name__)
 
 
 class SlideStore:
@@ -80,19 +76,21 @@ class SlideStore:
         self._holdings = Holdings(Host(budget_bytes, pinned=pinned), disk, Catalog(limits))
         self._counters = Counters(self._holdings, limits)
         writable = None if read_only else disk
-        self._spiller = Spiller(self._holdings, writable, self._eviction) if writable else None
+        spiller = Spiller(self._holdings, writable, self._eviction) if writable else None
         self._writer: Writer | None = None
-        self._room = Room(self._holdings, self._eviction, self._spiller, disk_bytes, self._wait)
-        self._reader = Reader(self._holdings, self._room, self._eviction)
+        self._room = Room(self._holdings, self._eviction, spiller, disk_bytes, self._wait)
+        self._reader = Reader(self._holdings, self._room, self._eviction, self._changed)
         self._keeper = Keeper(self._holdings, self._room, self._reader)
+        self._upkeep = Upkeep(self._holdings, self._room, spiller)
         self._read_only, self._open = read_only, True
-        if disk is not None:
-            self._holdings.take_over(disk)
-        if self._spiller is not None and write_ahead:
-            self._writer = Writer(self._holdings, self._room, self._spiller, self._changed)
+        if spiller is not None and write_ahead:
+            self._writer = Writer(self._holdings, self._room, spiller, self._changed)
 
     def _wait(self) -> bool:
-        return self._writer is not None and self._writer.wait()
+        """`Writer.wait`. Others run meanwhile, and may close the store."""
+        waited = self._writer is not None and self._writer.wait()
+        self._check_open()
+        return waited
 
     def put(
         self,
@@ -111,31 +109,31 @@ class SlideStore:
         """
         with self._changed:
             self._check_open()
-            self._expire()
+            self._holdings.expire()
             offer = Offer(context, layers, dict(residuals or {}), tuple(reused), lease)
             entry = None if self._read_only else self._keeper.keep(offer)
             if entry is None:
                 self._holdings.counts["refused"] += 1
                 return False
-            if self._spiller is not None and self._eviction.write_through:
+            if self._room.can_write and self._eviction.write_through:
                 self._room.spill([block for block in entry.blocks if block.dirt])
             self._changed.notify_all()
             return True
 
     def find(self, key: ContextKey, session: str | None = None) -> list[StoredContext]:
         with self._changed:
-            self._expire()
+            self._holdings.expire()
             return self._holdings.catalog.find(key, session)
 
     def contexts(self) -> list[StoredContext]:
         """All there are, oldest first, whatever their key."""
         with self._changed:
-            self._expire()
+            self._holdings.expire()
             return [entry.context for entry in self._holdings.catalog.entries()]
 
     def find_isolated(self, key: ContextKey, ids: npt.NDArray[np.int64]) -> StoredContext | None:
         with self._changed:
-            self._expire()
+            self._holdings.expire()
             return self._holdings.catalog.find_isolated(key, ids)
 
     def load(
@@ -144,21 +142,14 @@ class SlideStore:
         """A copy in host memory (page-locked if the store is): nothing the store holds."""
         with self._changed:
             self._check_open()
-            self._expire([context])
+            self._holdings.expire([context])
             entry = self._holdings.entry(context, layer)
-            reading = self._reader.begin(entry, layer, ranges)
-        sound = False
-        try:
-            pair = self._reader.read(reading)
-            sound = True
-        except PageError as error:
-            with self._changed:
-                self._holdings.lose(reading.blocks, error)
-            raise
-        finally:
-            with self._changed:
-                self._reader.end(reading, sound=sound)
-                self._holdings.counts["hits"] += sound
+            tokens = None if ranges is None else tokens_of(ranges, len(context))
+            # layer 0 is where a request begins; asking again at every layer would cost more
+            reading = self._reader.begin(entry, layer, tokens, promote=layer == 0)
+        pair = self._reader.finish(reading)
+        with self._changed:
+            self._holdings.counts["hits"] += 1
         return pair
 
     def in_memory(self, context: StoredContext) -> bool:
@@ -177,7 +168,7 @@ class SlideStore:
         leased = tuple(contexts)
         with self._changed:
             self._check_open()
-            self._expire(leased)
+            self._holdings.expire(leased)
             entries = [self._holdings.entry(context) for context in leased]
             for entry in entries:
                 entry.leases += 1
@@ -200,9 +191,8 @@ class SlideStore:
     def clear(self) -> None:
         """Forget every context as `remove` does, pinned ones too; pins and counters stay."""
         with self._changed:
-            for entry in self._holdings.catalog.entries():
-                entry.leases = 0
-            self.remove(entry.context for entry in self._holdings.catalog.entries())
+            self._check_open()
+            self._upkeep.clear()
 
     def remove(self, contexts: Iterable[StoredContext]) -> int:
         """Forget these, also on SSD if it may be written to, unless they are leased or gone; how
@@ -210,47 +200,33 @@ class SlideStore:
         """
         with self._changed:
             self._check_open()
-            found = [self._holdings.catalog.get(context) for context in contexts]
-            entries = [entry for entry in found if entry is not None and entry.leases == 0]
-            for entry in entries:
-                self._holdings.drop(entry, "cleared")
-            if self._spiller is not None:
-                self._spiller.must_commit("what was removed may be there again at the next opening")
-            return len(entries)
+            return self._upkeep.remove(contexts)
 
     def flush(self) -> None:
         """Write whatever has no copy on SSD, and commit it. `StoreError` when that fails."""
         with self._changed:
-            self._check_open()
-            if self._spiller is None:
-                return
             self._wait()
-            dirty = [block for block in self._holdings.host.blocks if block.dirt]
-            if not (self._room.spill(dirty) and self._spiller.commit()):
-                raise self._spiller.refusal("its contexts are only in memory")
+            self._upkeep.flush()
 
     def gc(self) -> int:
         """Rewrite extents that hold what nobody needs; bytes freed on SSD. `StoreError` when some
         could not be."""
         with self._changed:
-            self._check_open()
-            return compact_all(self._holdings, self._spiller) if self._spiller is not None else 0
+            self._wait()
+            return self._upkeep.gc()
 
     def close(self) -> None:
         """Flush (trouble is only logged) and let go of everything; safe to call twice."""
         if self._writer is not None:
-            self._writer.stop()
+            self._writer.stop(self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
         with self._changed:
-            if not self._open:
-                return
-            try:
-                self.flush()
-            except StoreError as error:
-                log.warning("closed unsaved: %s", error)
-            finally:
+            if self._open:
                 self._open = False
-                if self._holdings.disk is not None:
-                    self._holdings.disk.close()
+                self._upkeep.close()
 
     def metrics(self) -> Mapping[str, float]:
         with self._changed:
@@ -266,10 +242,6 @@ class SlideStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _expire(self, among: Iterable[StoredContext] | None = None) -> None:
-        for entry in self._holdings.catalog.expired(monotonic(), among):
-            self._holdings.drop(entry, "expired")
 
     def _check_open(self) -> None:
         if not self._open:

@@ -1,8 +1,8 @@
 """Blocks from memory to SSD, many in one extent.
 
 In: blocks without a valid copy. Out: the same, clean. Three steps, so that the slow one needs no
-lock: `begin` (locked) says what will be written, `write` writes and syncs it, `end` (locked)
-makes it count and commits the contexts that are now whole on SSD.
+lock: `begin` (locked) says what will be written, in which extent, `write` writes and syncs it,
+`end` (locked) makes it count and commits the contexts that are now whole on SSD.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ MOST_BLOCKS = 64
 class Spill:
     """One extent on its way. `source` are the blocks it saves, whole or by their packed rows."""
 
+    number: int
     geometry: Geometry
     source: list[Block]
     whole: list[Block]
@@ -67,18 +68,19 @@ class Spiller:
         whole = [b for b in source if b not in set(few)]
         arena = self._holdings.host.arena(geometry)
         packed = pack(few, arena)
-        self._holdings.hold(source)
         layers = range(geometry.layers)
         pages = [[arena.page(_slot(block), at) for at in layers] for block in whole]
         if packed.staging is not None:
             slots = range(len(packed.blocks))
             pages += [[packed.staging.page(slot, at) for at in layers] for slot in slots]
-        return Spill(geometry, source, whole, packed, pages)
+        self._holdings.hold(source)
+        number = self._disk.begin(extent_bytes(geometry, len(pages)))
+        return Spill(number, geometry, source, whole, packed, pages)
 
     def write(self, spill: Spill) -> None:
         """Trouble is logged; `end` then knows by the missing extent."""
         try:
-            spill.extent = self._disk.write(spill.geometry, spill.pages)
+            spill.extent = self._disk.write(spill.number, spill.geometry, spill.pages)
         except OSError as error:
             spill.trouble = told(error)
             log.warning("%s: blocks stay in memory, writing failed: %s", self._disk.folder, error)
@@ -88,6 +90,7 @@ class Spiller:
         self.trouble = spill.trouble if spill.extent is None else ""
         if spill.extent is not None:
             self._settle(spill, spill.extent)
+        self._disk.give_up(spill.number)
         self._holdings.unhold(spill.source)
         for block in spill.packed.blocks:
             self._holdings.let_go(block)
@@ -103,7 +106,7 @@ class Spiller:
         saved = [*spill.whole, *spill.packed.blocks]
         for block, place in zip(saved, self._disk.adopt(extent), strict=True):
             if block.copy is not None:
-                self._disk.release(block.copy)
+                self._disk.needs.release(block.copy)
             block.copy, block.corrected = place, 0
         for block, moves in spill.packed.moves.items():
             for owner in list(block.owners):

@@ -6,6 +6,7 @@ In: a store that is short of memory it could free at once. Out: blocks on SSD, n
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from threading import Condition, Thread, current_thread
 
 from cacheslide_agents.pages.holdings import Holdings
@@ -38,12 +39,20 @@ class Writer:
         self._changed.wait_for(lambda: not self.at_work)
         return True
 
-    def stop(self) -> None:
+    def stop(self, then: Callable[[], None]) -> None:
+        """Do `then` when the extent under way is done and no other will be begun.
+
+        The writer's own thread may be the one that collects who needed the store; it cannot wait
+        for itself, so that another one does.
+        """
+        if current_thread() is self._thread:
+            Thread(target=self.stop, args=(then,), name="cacheslide-closer").start()
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if current_thread() is not self._thread:  # which may be the one to collect the store
-            self._thread.join()
+        self._thread.join()
+        then()
 
     def _serve(self) -> None:
         with self._changed:

@@ -3,7 +3,7 @@
 from cacheslide_agents.selection.affinity import Affinity, Score
 from cacheslide_agents.selection.base import LayerSelector, SelectionView, Selector
 from cacheslide_agents.selection.boundary import Boundary
-from cacheslide_agents.selection.cosine import KeyCosine, RemovedKeyCosine
+from cacheslide_agents.selection.cosine import KeyCosine
 from cacheslide_agents.selection.deviation import KeyDeviation
 from cacheslide_agents.selection.fixed import Everything, Fixed
 from cacheslide_agents.selection.fusion import Fusion, PaperFusion, Replace
@@ -26,7 +26,6 @@ __all__ = [
     "KeyDeviation",
     "LayerSelector",
     "PaperFusion",
-    "RemovedKeyCosine",
     "Replace",
     "Score",
     "SelectionView",

@@ -35,19 +35,6 @@ class KeyCosine:
         return _closest(view.cached_keys(self.layer), view.new_keys(self.layer))
 
 
-@dataclass(frozen=True)
-class RemovedKeyCosine:
-    """The same with the keys of the cached tokens that vanished; nothing new is computed."""
-
-    layer: int = 14
-
-    def score(self, view: SelectionView) -> npt.NDArray[np.float64]:
-        removed = any(edit.cached_stop > edit.cached_start for edit in view.edits)
-        if not removed or not len(view.cached_ids) or not len(view.candidates):
-            return np.zeros(len(view.candidates))
-        return _closest(view.cached_keys(self.layer), view.removed_keys(self.layer))
-
-
 def _closest(keys: Tensor, others: Tensor) -> npt.NDArray[np.float64]:
     """[tokens], the largest mean-over-heads cosine of each key with any of `others`.
 

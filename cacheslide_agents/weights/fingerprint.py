@@ -1,7 +1,7 @@
 """What tells two models' keys and values apart, at the price of a few megabytes read.
 
-In: a model folder or a module, with dtype and tensor-parallel place. Out: a 128-bit hex digest.
-Equal weights in another folder, or cut into other files, have the same one.
+In: a model folder, and the dtype it is used in. Out: a 128-bit hex digest. Equal weights in another
+folder, or cut into other files, have the same one.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
 
 from cacheslide_agents.weights.checkpoint import TensorEntry, read_config, tensor_entries
 
 SAMPLE_BYTES = 16 << 20
 BLOCK_BYTES = 4096
+FORMAT = "1|{}|1|0"
+"""Stores, profiles and unfinished training runs know their model by digests that begin with it."""
 # Fields of config.json that say who wrote it, or how it was loaded, not what is computed.
 _NOT_COMPUTED = frozenset(
     {
@@ -40,25 +41,17 @@ _NOT_COMPUTED = frozenset(
 Ranges = Iterator[tuple[int, int]]
 
 
-def fingerprint(
-    source: Path | nn.Module, dtype: torch.dtype, *, tp_size: int = 1, tp_rank: int = 0
-) -> str:
-    """Digest of what K and V depend on: config, tensor names, shapes and bytes, dtype, TP place.
+def fingerprint(folder: Path, dtype: torch.dtype) -> str:
+    """Digest of what K and V depend on: config, tensor names, shapes and bytes, dtype.
 
     Up to `SAMPLE_BYTES` of tensors are read: small models whole, of a large one evenly spread
     blocks of every tensor (the first and the last bytes always), so that a fine-tune differs but
-    one changed number in the middle of a large tensor may not. A folder and the module loaded from
-    it have different digests (module tensors are already in `dtype`).
+    one changed number in the middle of a large tensor may not.
     """
     digest = blake2b(digest_size=16)
-    digest.update(f"1|{dtype}|{tp_size}|{tp_rank}".encode())
-    if isinstance(source, nn.Module):
-        config: Any = getattr(source, "config", None)
-        _add_config(digest, config.to_dict() if config is not None else {})
-        _add_module(digest, source)
-    else:
-        _add_config(digest, read_config(source))
-        _add_folder(digest, source)
+    digest.update(FORMAT.format(dtype).encode())
+    _add_config(digest, read_config(folder))
+    _add_folder(digest, folder)
     return digest.hexdigest()
 
 
@@ -85,7 +78,7 @@ def _add_folder(digest: blake2b, folder: Path) -> None:
         for name, entry in entries.items():
             if entry.file not in streams:
                 streams[entry.file] = entry.file.open("rb")
-            _add_head(digest, name, entry.dtype, entry.shape)
+            digest.update(f"|{name}|{entry.dtype}|{entry.shape}|".encode())
             _add_entry(digest, streams[entry.file], entry, share)
     finally:
         for stream in streams.values():
@@ -95,20 +88,6 @@ def _add_folder(digest: blake2b, folder: Path) -> None:
 def _add_entry(digest: blake2b, stream: BinaryIO, entry: TensorEntry, share: int) -> None:
     for start, stop in _sampled(entry.stop - entry.start, share):
         digest.update(_read(stream, entry.start + start, entry.start + stop))
-
-
-def _add_module(digest: blake2b, module: nn.Module) -> None:
-    tensors: dict[str, Tensor] = dict(sorted(module.state_dict().items()))
-    share = _share(sum(tensor.nbytes for tensor in tensors.values()), len(tensors))
-    for name, tensor in tensors.items():
-        _add_head(digest, name, str(tensor.dtype), tuple(tensor.shape))
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for start, stop in _sampled(tensor.nbytes, share):
-            digest.update(flat[start:stop].cpu().numpy().tobytes())
-
-
-def _add_head(digest: blake2b, name: str, dtype: str, shape: tuple[int, ...]) -> None:
-    digest.update(f"|{name}|{dtype}|{shape}|".encode())
 
 
 def _share(total: int, tensors: int) -> int:
