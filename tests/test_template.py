@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from cacheslide_agents.chunks import ChunkedPrompt, Role
 from cacheslide_agents.errors import TemplateError
 from cacheslide_agents.prompt.template import PromptTemplate, TemplateChunk, template_names
+from langchain_cacheslide import TemplateRunnable
 
 TWO = """\
 {% message "system" %}
@@ -183,6 +186,24 @@ def test_chunks_may_stand_in_imported_macros(tmp_path: Path) -> None:
     main.write_text("{% from 'macros.jinja' import f %}" + M % "{{ f(1) }}", encoding="utf-8")
     chunks = list(PromptTemplate.from_file(main).render().chunks())
     assert [(c.id, c.text) for c in chunks] == [("m", "1")]
+
+
+def test_a_template_survives_a_pickle_and_a_copy_with_what_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "m.jinja").write_text('{% macro m() %}{% reuse "m" %}M{% endreuse %}{% endmacro %}')
+    file = tmp_path / "main.jinja"
+    file.write_text(
+        '{% import "m.jinja" as m %}{% message "user" %}{{ m.m() }}{{ say }}{% endmessage %}'
+    )
+    template = PromptTemplate.from_file(file, task="qa")
+    wanted = template.render(say="Hi")
+    for copied in (pickle.loads(pickle.dumps(template)), deepcopy(template)):
+        assert copied.render(say="Hi") == wanted
+        assert copied.chunks() == template.chunks()
+        with pytest.raises(TemplateError, match=r"main\.jinja:1: .*'say' is undefined"):
+            copied.render()
+    runnable = TemplateRunnable(template=template)
+    for twin in (pickle.loads(pickle.dumps(runnable)), deepcopy(runnable)):
+        assert twin.invoke({"say": "Hi"}) == runnable.invoke({"say": "Hi"})
 
 
 def test_a_template_cannot_read_files_outside_its_folder(tmp_path: Path) -> None:

@@ -101,6 +101,34 @@ def test_memgpt_messages_keep_their_names_when_older_ones_leave(
     assert {states[f"message-{n}"] for n in range(4)} == {"removed"}
 
 
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([2, ...], ["2", "at-2"]),
+        ([..., "1", 0], ["at-1", "1", "0"]),
+        ([None, "", ..., None], ["1", "2", "3", "4"]),
+        ([None, 5, "x", ..., ...], ["1", "5", "x", "4", "at-5"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("name", "prefix"), [("memgpt", "message"), ("swe_agent", "step")])
+def test_entries_without_an_id_keep_clear_of_those_with_one(
+    name: str, prefix: str, given: list[Any], names: list[str]
+) -> None:
+    history = [
+        {"role": ("user", "assistant")[n % 2], "text": f"line {n}"}
+        | ({} if one is ... else {"id": one})
+        for n, one in enumerate(given)
+    ]
+    values = {**MEMGPT, "persona": "Sam", "summary": "boats"} if name == "memgpt" else SWE
+    shown = texts(render(name, **{**values, "history": history}))
+    found = {one: text for one, text in shown.items() if one.startswith(f"{prefix}-")}
+    assert list(found) == [f"{prefix}-{one}" for one in names]
+    assert [text.split("line ")[1].strip() for text in found.values()] == [
+        str(n) for n in range(len(given))
+    ]
+
+
 def test_swe_agent_shows_a_demonstration_before_the_issue_and_the_state_after_the_output() -> None:
     extras = {"demonstration": "$ ls\nb.py", "state": "(Current directory: /repo)"}
     prompt = render("swe_agent", **SWE, **extras)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cacheslide_agents.errors import RequestError
-from cacheslide_agents.prompt.calls import HERMES, LLAMA3, MISTRAL, CallFormat, Wish, call_grammar
+from cacheslide_agents.prompt.calls import (
+    CALL_TOKEN,
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    CallFormat,
+    Wish,
+    call_grammar,
+)
 from cacheslide_agents.prompt.chat import ChatEncoder
+from cacheslide_agents.sampling import Grammar
+from langchain_cacheslide.toolcalls import CallReader
+from torch_cacheslide.grammar import Grammars
 
 xgrammar = pytest.importorskip("xgrammar", reason="the package xgrammar is not installed")
 
 Allows = Callable[[CallFormat, Wish, str], bool]
 Accepts = Callable[[str, str], bool]
+Ends = Callable[[Grammar, str], bool]
 NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": NUMBER}},
@@ -124,6 +137,77 @@ def test_recursive_schema_lets_through_nested_arguments(accepts: Accepts) -> Non
     assert not accepts(source, text.replace("[{}]", "[3]"))
 
 
+@pytest.fixture(scope="module")
+def mistral(tokenizers: Callable[[str], Any]) -> Any:
+    return tokenizers("mistral")
+
+
+def ids_in_an_answer(mistral: Any, text: str) -> list[int]:
+    """Its tokenizer puts a space before what it takes for the beginning of a text."""
+    ids: list[int] = mistral.encode(CALL_TOKEN + text, add_special_tokens=False)
+    return ids[1:]
+
+
+@pytest.fixture(scope="module")
+def ends(mistral: Any) -> Ends:
+    """Whether an answer of a Mistral model may be these tokens, to its end."""
+    grammars = Grammars(mistral, len(mistral), [mistral.eos_token_id])
+
+    def check(grammar: Grammar, text: str) -> bool:
+        constraint = grammars.constraint(grammar)
+        for token in [*ids_in_an_answer(mistral, text), mistral.eos_token_id]:
+            if not constraint.allowed()[token]:
+                return False
+            constraint.accept(token)
+            constraint = constraint.fork()
+        return True
+
+    return check
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "name:f"])
+@pytest.mark.parametrize("begin", ["", CALL_TOKEN, f"{CALL_TOKEN} "])
+def test_mistral_may_begin_calls_with_the_token_it_was_taught(
+    mistral: Any, ends: Ends, choice: str, begin: str
+) -> None:
+    style = ChatEncoder(mistral).call_format
+    assert style == replace(MISTRAL, opening=mistral.convert_tokens_to_ids(CALL_TOKEN))
+    grammar = call_grammar(style, TOOLS, Wish(choice))
+    assert ends(grammar, begin + F["mistral"])
+    assert not ends(grammar, begin + F["mistral"].replace('"f"', '"g"'))
+    assert not ends(grammar, begin + F["mistral"].replace("3", '"3"'))
+    ids = ids_in_an_answer(mistral, begin + F["mistral"])
+    reader = CallReader(style)
+    said, calls = reader.feed(mistral.decode(ids, skip_special_tokens=True))
+    assert said + reader.finish()[0] == ""
+    assert [(call.name, call.arguments) for call in calls] == [("f", '{"x": 3}')]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"I look. {CALL_TOKEN}",
+        f"{CALL_TOKEN}{CALL_TOKEN}",
+        f'[{{"na{CALL_TOKEN}me": "g", "arguments": {{}}}}]',
+        "[INST] It is 3.",
+    ],
+)
+def test_token_that_begins_calls_stands_nowhere_else(mistral: Any, ends: Ends, text: str) -> None:
+    style = ChatEncoder(mistral).call_format
+    assert not ends(call_grammar(style, TOOLS, Wish("auto")), text)
+
+
+def test_token_that_begins_calls_is_no_part_of_other_answers(mistral: Any, ends: Ends) -> None:
+    style = ChatEncoder(mistral).call_format
+    assert not ends(call_grammar(style, TOOLS, Wish("required")), f"{CALL_TOKEN} It is 3.")
+    assert ends(call_grammar(style, TOOLS, Wish("none")), "It is 3.")
+    assert not ends(call_grammar(style, TOOLS, Wish("none")), f"{CALL_TOKEN} It is 3.")
+    strings = Grammar("json_schema", '{"type": "string"}')
+    assert ends(strings, '"a"')
+    for text in (f'{CALL_TOKEN}"a"', f'"a{CALL_TOKEN}"'):
+        assert not ends(strings, text)
+
+
 def test_unknown_function_is_refused_by_name() -> None:
     with pytest.raises(RequestError, match="'g' names no bound tool; known: f, ping"):
         call_grammar(HERMES, TOOLS, Wish("name:g"))
@@ -136,7 +220,8 @@ def test_unknown_function_is_refused_by_name() -> None:
 def test_format_of_calls_is_found_in_what_the_chat_template_renders(
     tokenizers: Callable[[str], Any], family: str, style: CallFormat
 ) -> None:
-    assert ChatEncoder(tokenizers(family)).call_format is style
+    token = tokenizers(family).get_added_vocab().get(CALL_TOKEN)
+    assert ChatEncoder(tokenizers(family)).call_format == replace(style, opening=token)
 
 
 def test_llama_3s_own_format_is_found_and_unknown_ones_are_replaced_by_our_text(

@@ -18,6 +18,7 @@ from cacheslide_agents.chunks import Alignment, Edit, Run, Span
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.gaps import GapSearch
 from cacheslide_agents.prompt.grams import gram_hashes, group_grams
+from cacheslide_agents.prompt.masks import common_head
 from cacheslide_agents.prompt.votes import Pairs
 
 Ints = npt.NDArray[np.int64]
@@ -103,20 +104,13 @@ def _head_and_tail(new: Ints, old: Ints, min_run: int) -> tuple[int, int]:
 
     A tail shorter than `min_run` counts as none, lest it take tokens from a run that is kept.
     """
-    head = _common_head(new, old)
+    head = common_head(new, old)
     tail = _common_tail(new[head:], old[head:])
     return head, tail if tail >= min_run else 0
 
 
-def _common_head(left: Ints, right: Ints) -> int:
-    length = min(len(left), len(right))
-    differs = left[:length] != right[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if differs[first:].any() else length
-
-
 def _common_tail(left: Ints, right: Ints) -> int:
-    return _common_head(left[::-1], right[::-1])
+    return common_head(left[::-1], right[::-1])
 
 
 def _chunk_pairs(spans: Sequence[Span], cached_spans: Sequence[Span]) -> Pairs:
@@ -141,7 +135,7 @@ def _joined(new: Ints, old: Ints, runs: Sequence[Run]) -> tuple[Run, ...]:
     last, room = Run(0, 0, 0), False
     for run, after in pairwise([*runs, Run(len(new), len(old), 0)]):
         if joined and (last.stop == run.start or last.cached_stop == run.cached_start):
-            more = _common_head(
+            more = common_head(
                 new[last.stop : after.start], old[last.cached_stop : after.cached_start]
             )
             if more >= run.length:

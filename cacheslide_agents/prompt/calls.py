@@ -6,7 +6,7 @@ In: what a chat template renders for a call; tool schemas and what the caller wa
 | format | a call | where |
 | --- | --- | --- |
 | `hermes` | `<tool_call>{"name", "arguments"}</tool_call>` | Qwen, Hermes, and our own text |
-| `mistral` | `[TOOL_CALLS] [{"name", "arguments"}, ...]` | Mistral |
+| `mistral` | `[{"name", "arguments"}, ...]`, after the special token `[TOOL_CALLS]` | Mistral |
 | `llama3` | `{"name", "parameters"}`, one an answer | Llama 3 |
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cacheslide_agents.errors import RequestError
@@ -23,8 +23,8 @@ from cacheslide_agents.sampling import Grammar
 Format = dict[str, Any]
 """A node of an XGrammar structural tag."""
 
-_MISTRAL_TOKEN = "[TOOL_CALLS]"
-"""A special token: it is no part of an answer's text, and so of no grammar."""
+CALL_TOKEN = "[TOOL_CALLS]"
+"""Mistral's special token before calls; it is no part of an answer's text."""
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -33,6 +33,7 @@ class CallFormat:
     """`marker`: the text at which calls begin. `skipped`: how much of it precedes the JSON.
 
     `end`: the text after the last call of a group; empty where the JSON itself is the end.
+    `opening`: the id of a special token with which the model begins calls, if it has one.
     """
 
     name: Literal["hermes", "mistral", "llama3"]
@@ -40,6 +41,7 @@ class CallFormat:
     skipped: int
     end: str
     several: bool = True
+    opening: int | None = None
 
 
 HERMES = CallFormat("hermes", "<tool_call>", len("<tool_call>"), "</tool_call>")
@@ -47,12 +49,15 @@ MISTRAL = CallFormat("mistral", '[{"name": "', len("["), "]")
 LLAMA3 = CallFormat("llama3", '{"name": "', 0, "", several=False)
 
 
-def recognised(rendered: str) -> CallFormat | None:
-    """The format of a call as a chat template rendered it; `None` for one we do not know."""
+def recognised(rendered: str, special: Mapping[str, int]) -> CallFormat | None:
+    """The format of a call as a chat template rendered it; `None` for one we do not know.
+
+    `special`: the ids of the tokenizer's special tokens.
+    """
     if "<tool_call>\n{" in rendered:
         return HERMES
-    if _MISTRAL_TOKEN in rendered and '[{"' in rendered:
-        return MISTRAL
+    if CALL_TOKEN in rendered and '[{"' in rendered:
+        return replace(MISTRAL, opening=special.get(CALL_TOKEN))
     if '{"name": "' in rendered and '"parameters": {' in rendered:
         return LLAMA3
     return None
@@ -92,22 +97,34 @@ def _answer(style: CallFormat, functions: list[Mapping[str, Any]], wish: Wish) -
         return text if wish.schema is None else _json(wish.schema)
     several = wish.parallel and style.several
     tags = [_tag(style, function, functions if several else []) for function in functions]
-    once = {"tags": tags, "stop_after_first": not several or style is MISTRAL}
+    once = {"tags": tags, "stop_after_first": not several or style.name == "mistral"}
     if wish.choice == "auto" and wish.schema is None:
-        return {"type": "triggered_tags", "triggers": [style.marker], **once}
-    calls = {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **once}
+        return _opened(style, {"type": "triggered_tags", "triggers": [style.marker], **once})
+    calls = _opened(
+        style, {"type": "tags_with_separator", "separator": "\n", "at_least_one": True, **once}
+    )
     if wish.choice == "auto" and wish.schema is not None:
         return {"type": "or", "elements": [_json(wish.schema), calls]}
     return calls
+
+
+def _opened(style: CallFormat, answer: Format) -> Format:
+    """`answer`, which may begin with the style's special token."""
+    if style.opening is None:
+        return answer
+    token = {"type": "token", "token": style.opening}
+    space = {"type": "optional", "content": {"type": "const_string", "value": " "}}
+    opening = {"type": "optional", "content": {"type": "sequence", "elements": [token, space]}}
+    return {"type": "sequence", "elements": [opening, answer]}
 
 
 def _tag(style: CallFormat, function: Mapping[str, Any], others: list[Mapping[str, Any]]) -> Format:
     """The call of one function, its name spelt out; in Mistral's list, `others` may follow."""
     arguments = _arguments(function)
     begin, end = _head(style, function), "}"
-    if style is HERMES:
+    if style.name == "hermes":
         begin, end = f"<tool_call>\n{begin}", "}\n</tool_call>"
-    if style is MISTRAL:
+    if style.name == "mistral":
         begin, end = f"[{begin}", "}]"
         more = [_sequence("}, " + _head(style, other), _arguments(other)) for other in others]
         if more:
@@ -117,7 +134,7 @@ def _tag(style: CallFormat, function: Mapping[str, Any], others: list[Mapping[st
 
 
 def _head(style: CallFormat, function: Mapping[str, Any]) -> str:
-    key = "parameters" if style is LLAMA3 else "arguments"
+    key = "parameters" if style.name == "llama3" else "arguments"
     return f'{{"name": {json.dumps(function["name"], ensure_ascii=False)}, "{key}": '
 
 

@@ -143,7 +143,9 @@ class ChatEncoder:
         except PromptError:
             return None
         known = "probetool" in listed and "probeargument" in used and "proberesult" in used
-        return recognised(called) if known else None
+        tokens = self._backend.get_added_tokens_decoder().items()
+        special = {token.content: number for number, token in tokens if token.special}
+        return recognised(called, special) if known else None
 
     @cached_property
     def _knows_system(self) -> bool:

@@ -72,7 +72,7 @@ def _any_of(names: Collection[str]) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True)
-class Engine:
+class PrivateTokenizer:
     """A private tokenizer and the names under which it knows the control tokens."""
 
     backend: Tokenizer
@@ -82,7 +82,7 @@ class Engine:
         return self.names.get(control, control)
 
 
-def private_engine(backend: Tokenizer) -> Engine:
+def private_tokenizer(backend: Tokenizer) -> PrivateTokenizer:
     """A copy that nobody else can set to truncate or pad, with exact character offsets.
 
     The model is shared, so this costs no time; the post-processor, which only adds outer special
@@ -97,10 +97,10 @@ def private_engine(backend: Tokenizer) -> Engine:
     copy.add_tokens([added[number] for number in sorted(added)])
     if _numbers(copy) != _numbers(backend):
         return _rebuilt(backend, {})
-    return Engine(copy)
+    return PrivateTokenizer(copy)
 
 
-def withholding_engine(backend: Tokenizer, controls: Iterable[str]) -> Engine:
+def withholding_tokenizer(backend: Tokenizer, controls: Iterable[str]) -> PrivateTokenizer:
     """A copy that reads `controls` as plain text and knows them by unguessable names instead.
 
     Ids and everything else stay as they are. Costs a parse of the tokenizer file.
@@ -113,13 +113,13 @@ def _numbers(backend: Tokenizer) -> dict[str, int]:
     return {token.content: number for number, token in backend.get_added_tokens_decoder().items()}
 
 
-def _rebuilt(backend: Tokenizer, names: Mapping[str, str]) -> Engine:
+def _rebuilt(backend: Tokenizer, names: Mapping[str, str]) -> PrivateTokenizer:
     state = json.loads(backend.to_str())
     state.update(truncation=None, padding=None, post_processor=None)
     for token in state["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     _rename_pieces(state["model"], names)
-    return Engine(Tokenizer.from_str(json.dumps(state)), names)
+    return PrivateTokenizer(Tokenizer.from_str(json.dumps(state)), names)
 
 
 def _rename_pieces(model: dict[str, Any], names: Mapping[str, str]) -> None:

@@ -26,15 +26,23 @@ def count_tokens(
 
     `encoding`: a tiktoken encoding or its name. tiktoken downloads a named encoding on first use;
     where it cannot, `TokenizerError` says so, or with `fallback="bytes"` the result is the number
-    of UTF-8 bytes divided by four, rounded up.
+    of UTF-8 bytes divided by four, rounded up: from then on, without another try.
     """
-    try:
-        found = _encoding(encoding) if isinstance(encoding, str) else encoding
-    except TokenizerError:
-        if fallback == "bytes":
-            return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
-        raise
+    if not isinstance(encoding, str):
+        found: tiktoken.Encoding | None = encoding
+    else:
+        found = _encoding_or_none(encoding) if fallback == "bytes" else _encoding(encoding)
+    if found is None:
+        return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
     return len(found.encode(text, disallowed_special=()))
+
+
+@lru_cache
+def _encoding_or_none(name: str) -> tiktoken.Encoding | None:
+    try:
+        return _encoding(name)
+    except TokenizerError:
+        return None
 
 
 @lru_cache

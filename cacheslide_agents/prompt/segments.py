@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.chunks import EncodedPrompt, Role, Run, Span
+from cacheslide_agents.prompt.masks import running_total
 
 SegmentState = Literal["kept", "moved", "changed", "new", "removed"]
 CONTEXT = 60
@@ -52,7 +53,7 @@ def _kept_or_new(
 ) -> list[Segment]:
     old_digests = {span.id: span.digest for span in earlier.spans}
     old_starts = {span.digest: span.start for span in reversed(earlier.spans)}
-    taken = _running_total(len(newer.ids), [(run.start, run.stop) for run in runs])
+    taken = running_total(_marked(len(newer.ids), [(run.start, run.stop) for run in runs]))
 
     def segment(span: Span) -> Segment:
         kept = int(taken[span.stop] - taken[span.start])
@@ -76,7 +77,8 @@ def _removed(
 ) -> list[Segment]:
     """Chunks of the earlier prompt without a counterpart, by id, text or tokens."""
     ids, digests = ({getattr(s, key) for s in newer.spans} for key in ("id", "digest"))
-    taken = _running_total(len(earlier.ids), [(run.cached_start, run.cached_stop) for run in runs])
+    places = [(run.cached_start, run.cached_stop) for run in runs]
+    taken = running_total(_marked(len(earlier.ids), places))
     return [
         Segment(span.id, span.role, "removed", len(span), 0, None, _begins(earlier, span))
         for span in earlier.spans
@@ -92,9 +94,9 @@ def _begins(prompt: EncodedPrompt, span: Span) -> str:
     return prompt.text[start : min(stop, start + CONTEXT)]
 
 
-def _running_total(length: int, places: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """[length + 1]: how many tokens before each index lie inside one of `places`."""
-    mask = np.zeros(length, dtype=np.int64)
+def _marked(length: int, places: Sequence[tuple[int, int]]) -> npt.NDArray[np.bool_]:
+    """[length]: true inside one of `places`."""
+    marks = np.zeros(length, dtype=np.bool_)
     for start, stop in places:
-        mask[start:stop] = 1
-    return np.concatenate(([0], np.cumsum(mask)))
+        marks[start:stop] = True
+    return marks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from traceback import walk_tb
@@ -50,6 +51,8 @@ class PromptTemplate:
     def __init__(self, source: str, *, task: str, path: str, folder: Path | None = None) -> None:
         self.task = task
         self.path = path
+        self._source = source
+        self._folder = folder
         if not source.strip():
             raise TemplateError("the template is empty", path=path)
         environment = _environment(folder)
@@ -120,6 +123,11 @@ class PromptTemplate:
     def chunks(self) -> tuple[TemplateChunk, ...]:
         """The chunks that stand in this file, in order, without rendering it."""
         return tuple(_chunks_below(self._tree, None))
+
+    def __reduce__(self) -> tuple[partial[PromptTemplate], tuple[str]]:
+        """Compiled code does not travel in a pickle: the other process compiles its own."""
+        made = partial(type(self), task=self.task, path=self.path, folder=self._folder)
+        return made, (self._source,)
 
     def _render_error(self, error: Exception) -> TemplateError:
         """Jinja puts template lines into tracebacks; the innermost one is the place."""

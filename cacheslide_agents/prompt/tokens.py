@@ -19,9 +19,9 @@ from cacheslide_agents.errors import TokenizerError
 from cacheslide_agents.paths import expanded
 from cacheslide_agents.prompt.control import (
     ControlTokens,
-    Engine,
-    private_engine,
-    withholding_engine,
+    PrivateTokenizer,
+    private_tokenizer,
+    withholding_tokenizer,
 )
 from cacheslide_agents.prompt.pieces import PieceEncoder, Tokens, encode_whole, joined
 
@@ -67,8 +67,8 @@ class MarkupTokenizer:
     """A tokenizer for prompts. Safe to call from several threads.
 
     Text equals what the tokenizer itself makes of it, but for control tokens outside the markup,
-    which become plain text. The ordinary engine tokenises; only when control ids turn up that the
-    markup does not explain, the prompt is tokenised again by an engine that withholds them.
+    which become plain text. An ordinary copy tokenises; only when control ids turn up that the
+    markup does not explain, the prompt is tokenised again by a copy that withholds them.
     """
 
     def __init__(self, backend: Tokenizer, controls: ControlTokens) -> None:
@@ -80,11 +80,11 @@ class MarkupTokenizer:
 
     @cached_property
     def _ordinary(self) -> _Reader:
-        return _Reader(private_engine(self._backend), self.controls)
+        return _Reader(private_tokenizer(self._backend), self.controls)
 
     @cached_property
     def _withholding(self) -> _Reader:
-        return _Reader(withholding_engine(self._backend, self.controls.all), self.controls)
+        return _Reader(withholding_tokenizer(self._backend, self.controls.all), self.controls)
 
     def encode(self, text: str, markup: Sequence[Place]) -> Tokens:
         """`markup`: places of control tokens, in order. `TokenizerError` if text forges one."""
@@ -110,14 +110,16 @@ class MarkupTokenizer:
 
 
 class _Reader:
-    """One engine's way of reading a prompt: in pieces where it can be cut, else in one call."""
+    """One tokenizer's way of reading a prompt: in pieces where it can be cut, else in one call."""
 
-    def __init__(self, engine: Engine, controls: ControlTokens) -> None:
-        self._engine = engine
+    def __init__(self, tokenizer: PrivateTokenizer, controls: ControlTokens) -> None:
+        self._tokenizer = tokenizer
         self._controls = controls
         self._pieces: PieceEncoder | None = None
         if controls.cuttable and controls.roles:
-            self._pieces = PieceEncoder(engine.backend, engine.name(next(iter(controls.roles))))
+            self._pieces = PieceEncoder(
+                tokenizer.backend, tokenizer.name(next(iter(controls.roles)))
+            )
 
     def read(self, text: str, markup: Sequence[Place]) -> Tokens:
         if self._pieces is None:
@@ -137,12 +139,12 @@ class _Reader:
         return joined(parts, starts)
 
     def _in_one_call(self, text: str, markup: Sequence[Place]) -> Tokens:
-        """Control tokens under the engine's names for them; ends in characters of `text`."""
+        """Control tokens under the tokenizer's names for them; ends in characters of `text`."""
         parts = [
-            self._engine.name(text[start:stop]) if control else text[start:stop]
+            self._tokenizer.name(text[start:stop]) if control else text[start:stop]
             for start, stop, control in _stretches(text, markup)
         ]
-        tokens = encode_whole(self._engine.backend, "".join(parts))
+        tokens = encode_whole(self._tokenizer.backend, "".join(parts))
         here = np.cumsum([len(part) for part in parts])
         there = np.array([stop for _, stop, _ in _stretches(text, markup)])
         part = np.searchsorted(here, tokens.ends)

@@ -93,7 +93,7 @@ def agreement(text: str, other: str) -> Agreement:
     for mine, theirs in pairs:
         literal, opposite = text[here : mine.start], other[there : theirs.start]
         if literal != opposite or mine.kind != theirs.kind:
-            common = _common_head(literal, opposite)
+            common = _common_characters(literal, opposite)
             return Agreement(here + common, there + common, tuple(changed))
         if mine.text != theirs.text:
             changed.append((mine, theirs))
@@ -106,7 +106,8 @@ def _places(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:
         yield match.span("other" if match.groupdict().get("other") else "field")
 
 
-def _common_head(left: str, right: str) -> int:
+def _common_characters(left: str, right: str) -> int:
+    """How many at the start are equal."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
