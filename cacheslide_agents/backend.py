@@ -6,17 +6,17 @@ last of which carries the `Receipt`: what was reused, what was not, and why.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import entry_points
 from inspect import signature
-from typing import Any, Literal, Protocol, Self, cast, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypedDict, Unpack, cast, runtime_checkable
 from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 
-from cacheslide_agents.chunks import Role, Span, not_unicode
+from cacheslide_agents.chunks import EncodedPrompt, Role, Span, not_unicode
 from cacheslide_agents.errors import BackendError, RequestError, install_hint
 from cacheslide_agents.sampling import Grammar as Grammar
 from cacheslide_agents.sampling import Sampling as Sampling
@@ -32,6 +32,17 @@ class PolicyLike(Protocol):
 
     @property
     def name(self) -> str: ...
+
+
+class RequestFields(TypedDict, total=False):
+    """What a `GenerationRequest` says besides its prompt and the prompt's task."""
+
+    namespace: str
+    session: str | None
+    sampling: Sampling
+    grammar: Grammar | None
+    policy: PolicyLike | None
+    retain: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,11 @@ class GenerationRequest:
     policy: PolicyLike | None = None
     retain: bool = True
     request_id: str = field(default_factory=lambda: uuid4().hex)
+
+    @classmethod
+    def of(cls, prompt: EncodedPrompt, **rest: Unpack[RequestFields]) -> Self:
+        """The request to answer `prompt`, a prompt of its own task."""
+        return cls(prompt_ids=prompt.ids, spans=prompt.spans, task=prompt.task, **rest)
 
     def __post_init__(self) -> None:
         """`RequestError` for a name that is no Unicode text: `None` would be a namespace, too."""
@@ -168,7 +184,7 @@ class Scores:
 class Backend(Protocol):
     """A model that answers token prompts and remembers their keys and values.
 
-    `generate` and `agenerate` return generators; closing one stops its request.
+    Closing what `generate` or `agenerate` returns stops its request.
     """
 
     @property
@@ -178,8 +194,8 @@ class Backend(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]: ...
-    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]: ...
+    def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]: ...
     def score(self, request: GenerationRequest, continuation_ids: Sequence[int]) -> Scores: ...
 
     def warm(self, request: GenerationRequest) -> None: ...

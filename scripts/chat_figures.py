@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ class AnswersAtOnce:
     model_id: str = "answers-at-once"
     max_model_len: int = 1 << 20
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         total = len(request.prompt_ids)
         receipt = Receipt(
             request_id=request.request_id,

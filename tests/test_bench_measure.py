@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from cacheslide_agents import answered
+from cacheslide_agents.backend import GenerationChunk
 from cacheslide_agents.bench import measure
 from cacheslide_agents.bench.measure import WRITTEN, Bench
 from cacheslide_agents.bench.results import Row
@@ -50,7 +52,8 @@ def backend(scripted: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ScriptedBa
             "cacheslide_paper": script(seconds=3.0, reused=12, score_outcome="fallback"),
         }
     )
-    monkeypatch.setattr(measure, "perf_counter", made.clock)
+    for module in (measure, answered):
+        monkeypatch.setattr(module, "perf_counter", made.clock)
     return made
 
 
@@ -215,7 +218,7 @@ def test_a_fallback_while_scoring_makes_the_row_a_fallback_that_reused_nothing(
 
 def test_an_answer_without_a_token_ends_the_run(backend: ScriptedBackend) -> None:
     backend.answer = ""
-    backend.generate = lambda request: iter(())  # type: ignore[method-assign]
+    backend.generate = lambda request: (_ for _ in list[GenerationChunk]())  # type: ignore[method-assign]
     with pytest.raises(BackendError, match="ended without token or receipt"):
         measured(backend)
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cacheslide_agents.backend import GenerationChunk
 from cacheslide_agents.bench import STUDIES, read_results, run_study, run_task, studies
 from cacheslide_agents.bench.runner import longest_updates
 from cacheslide_agents.bench.studies.variants import BOUNDARIES
 from cacheslide_agents.bench.workloads import Turn
 from cacheslide_agents.chunks import Chunk, ChunkedPrompt, Message, Role
 from cacheslide_agents.errors import BackendError, DataError, RequestError
-from cacheslide_agents.policies import PromptCache
+from cacheslide_agents.policies import POLICY_NAMES, PromptCache
 
 if TYPE_CHECKING:
     from tests.support.scripted_backend import ScriptedBackend
@@ -52,6 +53,11 @@ def test_a_run_measures_every_turn_under_every_policy_and_the_reference(
     assert (results.task, results.model, results.backend) == ("reflexion", "scripted", "torch")
     assert results.versions.keys() >= {"python", "torch", "transformers", "cacheslide-agents"}
     assert results.threads >= 1
+
+
+def test_a_run_without_a_list_measures_every_policy(backend: ScriptedBackend, data: Path) -> None:
+    results = run_task("reflexion", data=data, backend=backend, limit=1)
+    assert tuple(results.summary) == POLICY_NAMES
 
 
 def test_the_file_is_complete_after_every_row(
@@ -116,7 +122,7 @@ def test_an_error_of_the_backend_ends_the_run_and_leaves_the_file(
 
     def stop(done: int, total: int, label: str) -> None:
         backend.answer = ""
-        backend.generate = lambda request: iter(())  # type: ignore[method-assign]
+        backend.generate = lambda request: (_ for _ in list[GenerationChunk]())  # type: ignore[method-assign]
 
     with pytest.raises(BackendError):
         run_task("reflexion", data=data, backend=backend, policies=(), out=out, progress=stop)

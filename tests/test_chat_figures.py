@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_the_chat_model_sends_the_ids_that_transformers_gives(
     sent: list[tuple[int, ...]] = []
 
     class Noting(script.AnswersAtOnce):  # type: ignore[misc]
-        def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+        def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
             sent.append(tuple(request.prompt_ids))
             yield from super().generate(request)
 

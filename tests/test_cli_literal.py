@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cacheslide_agents.cli.bench import _progress
+from cacheslide_agents.cli.bench import progress
 from cacheslide_agents.cli.commands import app
 from cacheslide_agents.cli.console import emit, notes, screen
 from cacheslide_agents.errors import DataError
@@ -60,7 +60,7 @@ def test_a_turns_name_is_shown_as_it_is_in_a_bar(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], label: str
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with _progress(shown=True) as update:
+    with progress(shown=True) as update:
         update(1, 2, label)
     assert label in capsys.readouterr().err
 

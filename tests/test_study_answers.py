@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from math import comb
 from operator import itemgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cacheslide_agents.backend import GenerationRequest, Sampling
+from cacheslide_agents.backend import GenerationChunk, GenerationRequest, Sampling
 from cacheslide_agents.bench import run_study
 from cacheslide_agents.bench.answer_report import answers_markdown, answers_table
 from cacheslide_agents.bench.bootstrap import mean_interval
@@ -194,9 +194,9 @@ class Recorder:
     def warm(self, request: GenerationRequest) -> None:
         self.seen.append(("warm", request))
 
-    def generate(self, request: GenerationRequest) -> Iterator[Any]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         self.seen.append(("generate", request))
-        return iter(list(self.fake.generate(request)))
+        yield from self.fake.generate(request)
 
 
 @pytest.fixture

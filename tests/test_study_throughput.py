@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -32,7 +32,7 @@ class Engine:
         self.open = self.most_open = self.forgotten = 0
         self.silent = False
 
-    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    async def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         self.asked.append(request)
         self.open += 1
         self.most_open = max(self.most_open, self.open)

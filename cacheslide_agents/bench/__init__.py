@@ -15,12 +15,11 @@ does the same for one of `STUDIES`. `read_results(path)` validates a file of eit
 from cacheslide_agents.bench.plots import plot_frontier
 from cacheslide_agents.bench.report import markdown, table
 from cacheslide_agents.bench.results import Results, read_results
-from cacheslide_agents.bench.runner import DEFAULT_POLICIES, run_task
+from cacheslide_agents.bench.runner import run_task
 from cacheslide_agents.bench.studies import STUDIES, run_study
 from cacheslide_agents.bench.workloads import TASKS, load_turns
 
 __all__ = [
-    "DEFAULT_POLICIES",
     "STUDIES",
     "TASKS",
     "Results",

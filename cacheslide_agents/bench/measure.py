@@ -12,6 +12,7 @@ from statistics import median
 from time import perf_counter
 from uuid import uuid4
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling, Scores
 from cacheslide_agents.bench.metrics import (
     exact_match,
@@ -23,7 +24,6 @@ from cacheslide_agents.bench.metrics import (
 from cacheslide_agents.bench.results import Row
 from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
-from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.position.profile import Calibrates
 
@@ -151,22 +151,12 @@ class Bench:
     def time(self, populated: Populated, policy: Policy, max_tokens: int) -> Timed:
         """Tokenise, plan and answer turn t greedily; nothing of it becomes a cached context."""
         written = self._bytes_written()
-        ids: list[int] = []
-        texts: list[str] = []
-        seconds = receipt = None
         begin = perf_counter()
         prompt = self.encode(populated.turn.measure)
-        for chunk in self.backend.generate(
-            _request(prompt, populated.within(policy), policy, max_tokens=max_tokens)
-        ):
-            if seconds is None and chunk.token_ids:
-                seconds = perf_counter() - begin
-            ids += chunk.token_ids
-            texts.append(chunk.text)
-            receipt = chunk.receipt or receipt
-        if seconds is None or receipt is None:
-            raise BackendError(f"{self.backend.model_id}: an answer ended without token or receipt")
-        return Timed(seconds, tuple(ids), "".join(texts), receipt, self._bytes_written() - written)
+        request = _request(prompt, populated.within(policy), policy, max_tokens=max_tokens)
+        got = answered(self.backend, request, started=begin)
+        written = self._bytes_written() - written
+        return Timed(got.ttft_s, got.token_ids, got.text, got.receipt, written)
 
     def _new_tokens(self, label: str) -> int:
         """The dense run must also give the tokens to score."""
@@ -239,11 +229,9 @@ def _request(
     max_tokens: int = 1,
     retain: bool = False,
 ) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
+    return GenerationRequest.of(
+        prompt,
         namespace=namespace,
-        task=prompt.task,
         sampling=Sampling(max_tokens=max_tokens),
         policy=policy,
         retain=retain,

@@ -99,8 +99,12 @@ class Results:
 
 def read_results(path: str | Path) -> Results:
     """The results in `path`; `DataError` names the key that does not fit the schema."""
-    found = read_json(path)
-    where = str(path)
+    return results_of(read_json(path), str(path))
+
+
+def results_of(read: Mapping[str, Any], where: str) -> Results:
+    """The same of a file that was read; `where` names it."""
+    found = dict(read)
     if found.pop("schema", None) != SCHEMA or "study" in found:
         raise DataError(f"{where} is not a benchmark result of schema {SCHEMA}")
     rows, summary = found.get("rows"), found.get("summary")

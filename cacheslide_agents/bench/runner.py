@@ -22,21 +22,10 @@ from cacheslide_agents.bench.summary import summarise
 from cacheslide_agents.bench.workloads import Limits, Turn, load_turns
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.policies import PromptCache, named
+from cacheslide_agents.policies import POLICY_NAMES, PromptCache, named
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.prompt.chat import ChatEncoder
 
-DEFAULT_POLICIES = (
-    "recompute",
-    "prefix",
-    "prompt_cache",
-    "cache_blend",
-    "epic",
-    "cache_blend_context",
-    "epic_context",
-    "cacheslide",
-    "cacheslide_paper",
-)
 ANSWER_TOKENS = 32
 Progress = Callable[[int, int, str], None]
 
@@ -50,7 +39,7 @@ def run_task(
     *,
     data: str | Path,
     backend: Backend,
-    policies: Sequence[str] = DEFAULT_POLICIES,
+    policies: Sequence[str] = POLICY_NAMES,
     limit: int | None = None,
     seed: int = 0,
     max_prompt_tokens: int = 4096,

@@ -6,41 +6,13 @@ In: chunked prompts. Out: answers, written piece by piece while they come, with 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator
-from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-from cacheslide_agents.backend import (
-    Backend,
-    FinishReason,
-    GenerationChunk,
-    GenerationRequest,
-    PolicyLike,
-    Receipt,
-    Sampling,
-)
+from cacheslide_agents.answered import Answered, answered
+from cacheslide_agents.backend import Backend, GenerationRequest, PolicyLike, Receipt, Sampling
 from cacheslide_agents.chunks import ChunkedPrompt
-from cacheslide_agents.errors import BackendError
 from cacheslide_agents.prompt.chat import ChatEncoder
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """`tokens` counts the new tokens."""
-
-    text: str
-    tokens: int
-    finish_reason: FinishReason
-    receipt: Receipt
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "output_tokens": self.tokens,
-            "receipt": self.receipt.to_dict(),
-        }
 
 
 @dataclass(frozen=True)
@@ -56,29 +28,25 @@ class Asker:
     def __post_init__(self) -> None:
         object.__setattr__(self, "encoder", ChatEncoder(self.backend.tokenizer))
 
-    def ask(self, prompt: ChunkedPrompt, write: Callable[[str], None] | None = None) -> Answer:
-        """The whole answer; `write` gets its pieces. Interrupting stops the backend."""
-        encoded = self.encoder.encode(prompt)
-        request = GenerationRequest(
-            prompt_ids=encoded.ids,
-            spans=encoded.spans,
+    def ask(self, prompt: ChunkedPrompt, *, shown: bool = False) -> Answered:
+        """The whole answer; `shown`: on stdout as it comes. Interrupting stops the backend."""
+        request = GenerationRequest.of(
+            self.encoder.encode(prompt),
             namespace=self.namespace,
-            task=encoded.task,
             sampling=self.sampling,
             policy=self.policy,
         )
-        texts, tokens = [], 0
-        last: GenerationChunk | None = None
-        stream = cast("Generator[GenerationChunk, None, None]", self.backend.generate(request))
-        with closing(stream) as chunks:
-            for last in chunks:
-                texts.append(last.text)
-                tokens += len(last.token_ids)
-                if write is not None:
-                    write(last.text)
-        if last is None or last.finish_reason is None or last.receipt is None:
-            raise BackendError(f"{self.backend.model_id}: an answer ended without a receipt")
-        return Answer("".join(texts), tokens, last.finish_reason, last.receipt)
+        return answered(self.backend, request, write=write_piece if shown else None)
+
+
+def to_dict(answer: Answered) -> dict[str, Any]:
+    """Plain JSON values."""
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "output_tokens": len(answer.token_ids),
+        "receipt": answer.receipt.to_dict(),
+    }
 
 
 def write_piece(text: str) -> None:

@@ -11,27 +11,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeRemainingColumn
+from rich.progress import TaskProgressColumn
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import description, emit, notes, screen
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.console import bar, emit, notes, screen
+from cacheslide_agents.cli.engine import BackendOptions, with_backend
 from cacheslide_agents.errors import RequestError
 
 
+@with_backend
 def bench(
+    *,
     data: Annotated[Path, typer.Option(help="Folder with hotpotqa/, msc/, swe_agent/, text/.")],
     task: Annotated[
         str | None, typer.Option(help="reflexion, memgpt, swe_agent or append.")
     ] = None,
     study: Annotated[str | None, typer.Option(help="A study by name, e.g. frontier.")] = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    profiles: options.Profiles = None,
-    settings: options.Settings = None,
+    backend: BackendOptions,
     cope_model: Annotated[
         str | None, typer.Option(help="Converted model that some studies compare with.")
     ] = None,
@@ -51,35 +47,25 @@ def bench(
     if (task is None) == (study is None):
         raise RequestError("give either --task or --study")
     _known(task, study, policies, cope_model)
-    common: dict[str, Any] = {
+    given: dict[str, Any] = {
         "data": data,
         "out": out,
         "seed": seed,
         "max_prompt_tokens": max_prompt_tokens,
+        "resume": resume,
     }
-    if limit is not None:
-        common["limit"] = limit
-    if cope_model is not None:
-        common["cope_model"] = cope_model
-    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with (
-        opened(backend, model, settings, **given) as loaded,
-        _progress(shown=not as_json) as progress,
-    ):
-        common |= {"backend": loaded, "progress": progress}
+    chosen = {"limit": limit, "cope_model": cope_model}
+    given |= {name: value for name, value in chosen.items() if value is not None}
+    with backend.opened() as loaded, progress(shown=not as_json) as shown:
+        given |= {"backend": loaded, "progress": shown}
         if study is not None:
-            _study(study, {**common, "resume": resume}, as_json=as_json)
+            _study(study, given, as_json=as_json)
             return
         assert task is not None
-        own = {
-            "backend_name": backend,
-            "repeats": repeats,
-            "resume": resume,
-            "answers": answers,
-        }
+        given |= {"backend_name": backend.name, "repeats": repeats, "answers": answers}
         if policies is not None:
-            own["policies"] = policies.split(",")
-        _task(task, {**common, **own}, as_json=as_json)
+            given["policies"] = policies.split(",")
+        _task(task, given, as_json=as_json)
 
 
 def _known(
@@ -115,27 +101,20 @@ def _task(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
 
 def _study(name: str, arguments: dict[str, Any], *, as_json: bool) -> None:
     from cacheslide_agents.bench import run_study
-    from cacheslide_agents.bench.study_reports import STUDY_REPORTS
+    from cacheslide_agents.bench.study_reports import FLAT, STUDY_REPORTS
 
     found = run_study(name, **arguments)
     if as_json or arguments["out"] is None:
         emit(found)
     else:
-        if name in STUDY_REPORTS:
-            screen().print(STUDY_REPORTS[name].table(found))
+        shown = STUDY_REPORTS.get(name, FLAT)
+        if not shown.is_flat:
+            screen().print(shown.table(found))
         notes().print(f"written to {arguments['out']}")
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr, if a terminal is there to draw it."""
-    console = notes()
-    hidden = not (shown and console.is_terminal)
-    columns = (description(), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
-        row = bar.add_task("starting", total=None)
-
-        def update(done: int, total: int, label: str) -> None:
-            bar.update(row, completed=done, total=total, description=label)
-
-        yield update
+def progress(*, shown: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar for what is done of how much, and what that is."""
+    with bar("starting", TaskProgressColumn(), shown=shown) as update:
+        yield lambda done, total, label: update(completed=done, total=total, description=label)

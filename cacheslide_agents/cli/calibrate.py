@@ -6,40 +6,38 @@ hold on stdout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.console import description, emit, notes, screen, waiting
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.console import bar, emit, notes, screen, waiting
+from cacheslide_agents.cli.engine import BackendOptions, with_cope_backend
+from cacheslide_agents.cli.requests import Source, with_source
 from cacheslide_agents.errors import DataError, RequestError
 
 if TYPE_CHECKING:
-    from cacheslide_agents.backend import Backend
     from cacheslide_agents.chunks import EncodedPrompt
     from cacheslide_agents.position.profile import Calibrates, CanonicalEntry, Profile
+    from cacheslide_agents.prompt.chat import ChatEncoder
     from cacheslide_agents.prompt.logged import LoggedRequest
 
 MOST = 1_000_000
 
 
+@with_source
+@with_cope_backend
 def calibrate(
-    trace: Annotated[
-        Path | None, typer.Argument(help="JSONL, one request a line, as for `replay`.")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="Instead of TRACE: a workload.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Data folder of the workload.")] = None,
+    *,
+    source: Source,
     out: Annotated[
         Path, typer.Option(parser=options.place("--out"), help="Folder for the profiles.")
     ] = Path("profiles"),
-    model: options.Model = options.COPE_MODEL,
     prompts: Annotated[int, typer.Option(min=1, max=MOST, help="Prompts at most.")] = 32,
     skip: Annotated[
         int,
@@ -47,26 +45,24 @@ def calibrate(
             min=0, max=MOST, help="Leave out the first: 2 for each turn that a bench measures."
         ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Chooses the workload's turns, as in `bench`.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer ones are left out.")] = 4096,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
+    backend: BackendOptions,
     as_json: options.Json = False,
 ) -> None:
     """Learn where the chunks of a task usually stand (CCPE), for a CoPE model."""
+    from cacheslide_agents.bench.runner import token_limits
     from cacheslide_agents.position.profile import Calibrates, check_place
+    from cacheslide_agents.prompt.chat import ChatEncoder
     from cacheslide_agents.training.output import claimed
 
-    if (trace is None) == (task is None) or (task is None) != (data is None):
-        raise RequestError("give either TRACE, or --task with --data")
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    with backend.opened() as loaded:
         if not isinstance(loaded, Calibrates):
-            raise RequestError(f"backend {backend!r} cannot calibrate; use --backend torch")
-        last = skip + prompts
-        asked = _requests(loaded, trace, task, data, -(-last // 2), seed, max_prompt_tokens)
-        encoded = _encoded(loaded, islice(asked, skip, last), max_prompt_tokens)
+            raise RequestError(f"backend {backend.name!r} cannot calibrate; use --backend torch")
+        encoder, last = ChatEncoder(loaded.tokenizer), skip + prompts
+        limits = token_limits(loaded, encoder.encode, max_prompt_tokens)
+        asked = islice(source.requests(limits, turns=-(-last // 2))(), skip, last)
+        longest = min(max_prompt_tokens, loaded.max_model_len)
+        encoded = _encoded(encoder, asked, longest)
         with claimed(out):
             for named in encoded:
                 check_place(out, named)
@@ -79,36 +75,10 @@ def calibrate(
         notes().print(f"written to {path}")
 
 
-def _requests(
-    backend: Backend,
-    trace: Path | None,
-    task: str | None,
-    data: Path | None,
-    turns: int,
-    seed: int,
-    max_prompt_tokens: int,
-) -> Iterator[LoggedRequest]:
-    """A log's requests, or both prompts of each of a workload's `turns`."""
-    from cacheslide_agents.bench.replay import read_trace, turn_requests
-    from cacheslide_agents.bench.runner import token_limits
-    from cacheslide_agents.bench.workloads import load_turns
-    from cacheslide_agents.prompt.chat import ChatEncoder
-
-    if trace is not None:
-        return read_trace(trace)
-    assert task is not None and data is not None
-    limits = token_limits(backend, ChatEncoder(backend.tokenizer).encode, max_prompt_tokens)
-    return turn_requests(load_turns(task, data, limits, limit=turns, seed=seed))
-
-
 def _encoded(
-    backend: Backend, requests: Iterable[LoggedRequest], max_prompt_tokens: int
+    encoder: ChatEncoder, requests: Iterable[LoggedRequest], longest: int
 ) -> dict[str, list[EncodedPrompt]]:
-    """By task, each prompt once."""
-    from cacheslide_agents.prompt.chat import ChatEncoder
-
-    encoder = ChatEncoder(backend.tokenizer)
-    longest = min(max_prompt_tokens, backend.max_model_len)
+    """By task, each prompt once; those of more than `longest` tokens are left out."""
     found: dict[str, dict[tuple[int, ...], EncodedPrompt]] = {}
     with waiting("reading prompts"):
         for request in requests:
@@ -129,9 +99,9 @@ def _learnt(
     """Profiles, each written when it is learnt. `DataError` if no task has anything to learn."""
     empty: list[DataError] = []
     for task, prompts in tasks.items():
-        with _progress(task, len(prompts)) as seen:
+        with bar(task, MofNCompleteColumn(), total=len(prompts)) as update:
             try:
-                profile = backend.calibrate(prompts, seen)
+                profile = backend.calibrate(prompts, lambda done: update(completed=done))
             except DataError as error:
                 empty.append(error)
                 continue
@@ -140,15 +110,6 @@ def _learnt(
         raise empty[0]
     for reason in empty:
         notes().print(f"left out: {reason}")
-
-
-@contextmanager
-def _progress(task: str, total: int) -> Iterator[Callable[[int], None]]:
-    columns = (description(), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = notes()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        row = bar.add_task(task, total=total)
-        yield lambda done: bar.update(row, completed=done)
 
 
 def _figures(entry: CanonicalEntry, npos: int) -> dict[str, Any]:

@@ -9,26 +9,27 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from cacheslide_agents.answered import Answered
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.answering import Answer, Asker, policy_named, receipt_line, write_piece
+from cacheslide_agents.cli.answering import (
+    Asker,
+    policy_named,
+    receipt_line,
+    to_dict,
+)
 from cacheslide_agents.cli.console import emit, notes
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions, with_backend
 from cacheslide_agents.prompt.auto import chunk_messages
 
 
 @options.sampled
+@with_backend
 def chat(
-    system: options.System = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    profiles: options.Profiles = None,
-    settings: options.Settings = None,
-    policy: options.Policy = None,
     *,
+    system: options.System = None,
+    backend: BackendOptions,
+    policy: options.Policy = None,
     sampling: Sampling,
     as_json: options.Json = False,
 ) -> None:
@@ -39,14 +40,13 @@ def chat(
     chosen = policy_named(policy)
     dialogue = [{"role": "system", "content": system}] if system else []
     turns: list[dict[str, Any]] = []
-    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, settings, **given) as loaded:
+    with backend.opened() as loaded:
         asker = Asker(loaded, sampling, chosen)
         for said in _lines():
             dialogue.append({"role": "user", "content": said})
             answer = _answer(asker, dialogue, quiet=as_json)
             dialogue.append({"role": "assistant", "content": answer.text})
-            turns.append({"user": said, **answer.to_dict()})
+            turns.append({"user": said, **to_dict(answer)})
     if as_json:
         emit({"model": loaded.model_id, "turns": turns})
 
@@ -64,8 +64,8 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer(asker: Asker, dialogue: list[dict[str, str]], *, quiet: bool) -> Answer:
-    answer = asker.ask(chunk_messages(dialogue), None if quiet else write_piece)
+def _answer(asker: Asker, dialogue: list[dict[str, str]], *, quiet: bool) -> Answered:
+    answer = asker.ask(chunk_messages(dialogue), shown=not quiet)
     if not quiet:
         print()
         notes().print(receipt_line(answer.receipt))

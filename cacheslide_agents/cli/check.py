@@ -12,18 +12,14 @@ import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions, with_backend
 from cacheslide_agents.cli.exit_codes import DOES_NOT_HOLD
 
 
+@with_backend
 def check(
-    model: options.Model = options.DEFAULT_MODEL,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    profiles: options.Profiles = None,
-    settings: options.Settings = None,
+    *,
+    backend: BackendOptions,
     tolerance: Annotated[
         float, typer.Option(help="Largest KL where reuse must equal dense prefill.")
     ] = 1e-3,
@@ -33,8 +29,7 @@ def check(
     """Cache one turn, reuse it for a turn that moved, and compare with dense prefill."""
     from cacheslide_agents.cli.examine import examine
 
-    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, settings, **given) as loaded:
+    with backend.opened() as loaded:
         findings = list(examine(loaded, tolerance, max_kl))
     holds = all(finding.holds for finding in findings)
     if as_json:

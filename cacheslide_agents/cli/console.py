@@ -10,11 +10,14 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import ProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.text import Text
 from typer.core import TyperGroup
@@ -91,6 +94,21 @@ def screen() -> Console:
 def waiting(doing: str) -> Status:
     """A sign of life on stderr for the length of a block. What it says is shown as it is."""
     return notes().status(Text(doing))
+
+
+@contextmanager
+def bar(
+    label: str, *columns: ProgressColumn, total: int | None = None, shown: bool = True
+) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, gone at the end of the block, where it is `shown` and a terminal is there.
+
+    Yields what moves it, in rich's words: `completed=`, `total=`, `description=`.
+    """
+    console = notes()
+    hidden = not (shown and console.is_terminal)
+    all_columns = (description(), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*all_columns, console=console, disable=hidden, transient=True) as progress:
+        yield partial(progress.update, progress.add_task(label, total=total))
 
 
 def description() -> ProgressColumn:

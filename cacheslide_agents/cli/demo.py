@@ -14,12 +14,13 @@ from uuid import uuid4
 import typer
 from rich.table import Table
 
+from cacheslide_agents.answered import Answered
 from cacheslide_agents.backend import Backend, Receipt, Sampling
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.answering import Answer, Asker, policy_named, verdict
+from cacheslide_agents.cli.answering import Asker, policy_named, to_dict, verdict
 from cacheslide_agents.cli.console import emit, screen
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions, with_plain_backend
 from cacheslide_agents.prompt.auto import chunk_messages
 
 
@@ -28,8 +29,8 @@ class Trial:
     """The same prompt, answered with reuse and densely."""
 
     number: int
-    reuse: Answer
-    dense: Answer
+    reuse: Answered
+    dense: Answered
 
     @property
     def speedup(self) -> float:
@@ -45,18 +46,16 @@ class Trial:
             "trial": self.number,
             "ttft_speedup": self.speedup,
             "answers_equal": self.equal,
-            "reuse": self.reuse.to_dict(),
-            "dense": self.dense.to_dict(),
+            "reuse": to_dict(self.reuse),
+            "dense": to_dict(self.dense),
         }
 
 
+@with_plain_backend
 def demo(
+    *,
     question: Annotated[int, typer.Option(min=0, help="Which shipped question.")] = 0,
-    model: options.Model = options.DEFAULT_MODEL,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
+    backend: BackendOptions,
     policy: options.Policy = None,
     max_tokens: options.MaxTokens = 24,
     as_json: options.Json = False,
@@ -67,7 +66,7 @@ def demo(
     episode = demo_episode(question)
     prompts = episode.prompts()
     trials = []
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    with backend.opened() as loaded:
         if not as_json:
             print(f"Question: {episode.question.question}")
             print(f"Gold answer: {episode.question.answer}")
@@ -126,7 +125,7 @@ def _show(trial: Trial) -> None:
         print(f"Answer without reuse: {_said(dense)}")
 
 
-def _said(answer: Answer) -> str:
+def _said(answer: Answered) -> str:
     cut = " ... (cut at --max-tokens)" if answer.finish_reason == "length" else ""
     return answer.text.strip() + cut
 

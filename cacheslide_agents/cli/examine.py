@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from uuid import uuid4
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import (
     Backend,
     GenerationRequest,
@@ -60,20 +61,17 @@ class Asked:
     namespace: str
 
     def request(self, policy: PolicyLike, *, retain: bool = False) -> GenerationRequest:
-        return GenerationRequest(
-            prompt_ids=self.prompt.ids,
-            spans=self.prompt.spans,
+        return GenerationRequest.of(
+            self.prompt,
             namespace=self.namespace,
-            task=self.prompt.task,
             sampling=Sampling(max_tokens=TOKENS, ignore_eos=True),
             policy=policy,
             retain=retain,
         )
 
     @cached_property
-    def tokens(self) -> list[int]:
-        chunks = self.backend.generate(self.request(Recompute()))
-        return [token for chunk in chunks for token in chunk.token_ids]
+    def tokens(self) -> tuple[int, ...]:
+        return answered(self.backend, self.request(Recompute())).token_ids
 
     @cached_property
     def dense(self) -> Scores:

@@ -14,41 +14,40 @@ import typer
 from cacheslide_agents.backend import Sampling
 from cacheslide_agents.chunks import ChunkedPrompt
 from cacheslide_agents.cli import options
-from cacheslide_agents.cli.answering import Asker, policy_named, receipt_line, write_piece
+from cacheslide_agents.cli.answering import (
+    Asker,
+    policy_named,
+    receipt_line,
+    to_dict,
+)
 from cacheslide_agents.cli.console import emit, notes
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions, with_backend
 from cacheslide_agents.cli.templates import find_template, read_values
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.prompt.auto import chunk_messages
 
 
 @options.sampled
+@with_backend
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads stdin.")] = None,
     template: Annotated[str | None, typer.Option(help="A template's name or file.")] = None,
     values: options.Values = None,
     system: options.System = None,
-    model: options.Model = options.DEFAULT_MODEL,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    profiles: options.Profiles = None,
-    settings: options.Settings = None,
+    backend: BackendOptions,
     policy: options.Policy = None,
-    *,
     sampling: Sampling,
     as_json: options.Json = False,
 ) -> None:
     """Answer one prompt."""
     asked = _prompt(prompt, template, values, system)
     chosen = policy_named(policy)
-    given = {"device": device, "dtype": dtype, "threads": threads, "profiles": profiles}
-    with opened(backend, model, settings, **given) as loaded:
+    with backend.opened() as loaded:
         asker = Asker(loaded, sampling, chosen)
-        answer = asker.ask(asked, None if as_json else write_piece)
+        answer = asker.ask(asked, shown=not as_json)
         if as_json:
-            emit({"model": loaded.model_id, **answer.to_dict()})
+            emit({"model": loaded.model_id, **to_dict(answer)})
             return
     print()
     notes().print(receipt_line(answer.receipt))

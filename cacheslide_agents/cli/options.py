@@ -1,7 +1,7 @@
 """The options that several commands share, declared once.
 
-In: nothing. Out: annotated types for typer, and `sampled`, which gives a command all options of
-sampling at once.
+In: nothing. Out: annotated types for typer, and what gives a command many of them at once, such as
+`sampled`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import typer
 
 from cacheslide_agents.paths import expanded
 from cacheslide_agents.sampling import Sampling
+
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
 
 
 def place(option: str) -> Callable[[str], Path]:
@@ -75,32 +78,36 @@ Out = Annotated[
 ]
 
 
-def sampled(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with the options of `_sampling` in place of its parameter `sampling`."""
-    merged = signature(_sampling).parameters
-    own = signature(command).parameters
-    hints = {
-        **get_type_hints(_sampling, include_extras=True),
-        **get_type_hints(command, include_extras=True),
-    }
+def grouped(name: str, build: Callable[..., object], **defaults: object) -> Decorator:
+    """What gives a command the options of `build` in place of its parameter `name`.
 
-    @wraps(command)
-    def run(**values: Any) -> None:
-        knobs = {name: values.pop(name) for name in merged}
-        command(**values, sampling=_sampling(**knobs))
+    The command gets what `build` makes of them. `defaults` stand in for those of `build`.
+    """
+    options = signature(build).parameters
+    ours = [
+        each.replace(default=defaults.get(option, each.default)) for option, each in options.items()
+    ]
+    hints = get_type_hints(build, include_extras=True)
 
-    names = [name for name in own if name != "sampling"]
-    names[-1:-1] = merged  # --json stays the last one in the help
-    parameters = {**own, **merged}
-    run.__dict__["__signature__"] = Signature(
-        [_option(parameters[name], hints[name]) for name in names]
-    )
-    run.__annotations__ = {name: hints[name] for name in names}
-    return run
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            given = {option: values.pop(option) for option in options}
+            command(**values, **{name: build(**given)})
 
+        own = get_type_hints(command, include_extras=True) | hints
+        parameters: list[Parameter] = []
+        for each in signature(command).parameters.values():
+            parameters += ours if each.name == name else [each]
+        parameters = [
+            each.replace(kind=Parameter.KEYWORD_ONLY, annotation=own[each.name])
+            for each in parameters
+        ]
+        run.__dict__["__signature__"] = Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
 
-def _option(parameter: Parameter, hint: Any) -> Parameter:
-    return parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint)
+    return decorate
 
 
 def _sampling(
@@ -127,3 +134,7 @@ def _sampling(
         seed=seed,
         stop=tuple(stop or ()),
     )
+
+
+sampled = grouped("sampling", _sampling)
+"""Gives a command all options of sampling."""

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import emit, notes, screen, waiting
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions
 from cacheslide_agents.cli.models import model_folder
+from cacheslide_agents.cli.requests import Source, with_source
 from cacheslide_agents.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,12 +34,11 @@ MEASURED = 8
 MIB = 1 << 20
 
 
+@with_source
 def replay(
-    trace: Annotated[Path | None, typer.Argument(help="JSONL, one request a line.")] = None,
-    task: Annotated[str | None, typer.Option(help="Instead of TRACE: a workload.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Data folder of the workload.")] = None,
+    *,
+    source: Source,
     limit: Annotated[int | None, typer.Option(min=1, help="Turns or requests at most.")] = None,
-    seed: Annotated[int, typer.Option(help="Chooses the workload's turns.")] = 0,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a workload's turn.")] = 4096,
     policies: Annotated[str, typer.Option(help="Names with commas.")] = "prefix,cacheslide",
     model: options.Model = options.DEFAULT_MODEL,
@@ -66,20 +66,18 @@ def replay(
     from cacheslide_agents.bench.replay import ReplayModel, measure_prices, predict, read_prices
     from cacheslide_agents.policies import named
 
-    if (trace is None) == (task is None) or (task is None) != (data is None):
-        raise RequestError("give either TRACE, or --task with --data")
     if prices is not None and calibrate:
         raise RequestError("give either --prices or --calibrate")
     chosen = {name: named(name) for name in policies.split(",")}
-    if trace is not None:
-        _check(trace, limit)
+    if source.trace is not None:
+        _check(source.trace, limit)
     found = ReplayModel.read(model_folder(model), dtype)
-    requests = _requests(found, trace, task, data, limit, seed, max_prompt_tokens)
+    requests = _requests(source, found, limit, max_prompt_tokens)
     basis: Basis | None = None
     if prices is not None:
         basis = read_prices(prices, found, chosen)
     elif calibrate:
-        with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+        with BackendOptions(model, backend, device, dtype, threads).opened() as loaded:
             basis = measure_prices(loaded, islice(requests(), MEASURED), found, chosen)
     with waiting("replaying"):
         predictions = list(predict(requests(), found, chosen, store_bytes=store_mib * MIB))
@@ -97,25 +95,14 @@ def _check(trace: Path, limit: int | None) -> None:
 
 
 def _requests(
-    model: ReplayModel,
-    trace: Path | None,
-    task: str | None,
-    data: Path | None,
-    limit: int | None,
-    seed: int,
-    max_prompt_tokens: int,
+    source: Source, model: ReplayModel, limit: int | None, max_prompt_tokens: int
 ) -> Requests:
-    """Where the requests come from, anew at every call."""
-    from cacheslide_agents.bench.replay import read_trace, turn_requests
+    """`limit` of a log, or those of `limit` turns; anew at every call."""
     from cacheslide_agents.bench.runner import window_limits
-    from cacheslide_agents.bench.workloads import load_turns
 
-    if trace is not None:
-        return lambda: islice(read_trace(trace), limit)
-    assert task is not None and data is not None
     limits = window_limits(model.tokenizer, model.window, model.encoder.encode, max_prompt_tokens)
-    turns = load_turns(task, data, limits, limit=limit, seed=seed)
-    return lambda: turn_requests(turns)
+    requests = source.requests(limits, turns=limit)
+    return requests if source.trace is None else lambda: islice(requests(), limit)
 
 
 class _Report:

@@ -12,13 +12,14 @@ from pathlib import Path
 from statistics import median
 from uuid import uuid4
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling
 from cacheslide_agents.bench.measure import REFERENCE
 from cacheslide_agents.bench.replay.model import ReplayModel
 from cacheslide_agents.bench.replay.predict import Replay
 from cacheslide_agents.bench.results import Row, read_results
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import BackendError, DataError
+from cacheslide_agents.errors import DataError
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.work import Work
 from cacheslide_agents.prompt.logged import LoggedRequest
@@ -80,7 +81,7 @@ def measure_prices(
         replay, run = Replay(policy, model), uuid4().hex
         for number, (request, prompt) in enumerate(asked):
             prediction = replay.ask(replace(request, output=""), prompt)
-            receipt = _answered(backend, request, prompt, policy, run)
+            receipt = _receipt(backend, request, prompt, policy, run)
             if number and receipt.active_tokens == prediction.active_tokens:
                 observed.append((prediction.work, receipt.ttft_s))
     if not observed:
@@ -88,10 +89,10 @@ def measure_prices(
     return _fit(f"measured on {backend.model_id}", model, observed)
 
 
-def _answered(
+def _receipt(
     backend: Backend, request: LoggedRequest, prompt: EncodedPrompt, policy: Policy, run: str
 ) -> Receipt:
-    """One token, in a namespace of this run and policy alone."""
+    """That of one token, in a namespace of this run and policy alone."""
     asked = GenerationRequest.of(
         prompt,
         namespace=f"replay-{run}-{request.namespace}",
@@ -100,10 +101,7 @@ def _answered(
         policy=policy,
         retain=request.retain,
     )
-    receipts = [chunk.receipt for chunk in backend.generate(asked) if chunk.receipt is not None]
-    if not receipts:
-        raise BackendError(f"{backend.model_id}: an answer ended without a receipt")
-    return receipts[-1]
+    return answered(backend, asked).receipt
 
 
 def _fit(source: str, model: ReplayModel, observed: Observed) -> Basis:

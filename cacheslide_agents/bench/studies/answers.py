@@ -21,7 +21,8 @@ from statistics import fmean
 from typing import Any
 from uuid import uuid4
 
-from cacheslide_agents.backend import Backend, GenerationRequest, Receipt, Sampling
+from cacheslide_agents.answered import answered
+from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
 from cacheslide_agents.bench.measure import Encode
 from cacheslide_agents.bench.metrics import first_line
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
@@ -35,7 +36,6 @@ from cacheslide_agents.bench.studies.answer_turns import (
 from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
 from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.errors import BackendError
 from cacheslide_agents.policies import CacheSlide, Policy, Prefix
 from cacheslide_agents.prompt.chat import ChatEncoder
 
@@ -96,9 +96,11 @@ class Asking:
         """One row. The turn before is stored densely, then this turn is answered twice."""
         before, prompt = self.encode(turn.populate), self.encode(turn.measure)
         self.backend.warm(self._request(turn, before, "before", Prefix(), retain=True))
-        dense, _ = self._answer(self._request(turn, prompt, "dense", Prefix(), retain=True))
-        reuse, receipt = self._answer(self._request(turn, prompt, "before", self.policy))
-        answers = {DENSE: dense, REUSE: reuse}
+        known = self._request(turn, prompt, "dense", Prefix(), retain=True)
+        dense = answered(self.backend, known)
+        reuse = answered(self.backend, self._request(turn, prompt, "before", self.policy))
+        answers = {DENSE: first_line(dense.text), REUSE: first_line(reuse.text)}
+        receipt = reuse.receipt
         return {
             "task": turn.task,
             "id": turn.id,
@@ -114,23 +116,14 @@ class Asking:
     def _request(
         self, turn: Turn, prompt: EncodedPrompt, kind: str, policy: Policy, *, retain: bool = False
     ) -> GenerationRequest:
-        return GenerationRequest(
-            prompt_ids=prompt.ids,
-            spans=prompt.spans,
+        return GenerationRequest.of(
+            prompt,
             namespace=f"{self.name}-{kind}",
-            task=prompt.task,
             session=turn.id,
             sampling=Sampling(max_tokens=ANSWER_TOKENS),
             policy=policy,
             retain=retain,
         )
-
-    def _answer(self, request: GenerationRequest) -> tuple[str, Receipt]:
-        chunks = list(self.backend.generate(request))
-        receipt = chunks[-1].receipt if chunks else None
-        if receipt is None:
-            raise BackendError(f"{self.backend.model_id}: an answer ended without a receipt")
-        return first_line("".join(chunk.text for chunk in chunks)), receipt
 
 
 def _key(turn: Turn) -> Key:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Any
 
 from cacheslide_agents.backend import Backend
-from cacheslide_agents.bench.runner import Progress, token_limits
+from cacheslide_agents.bench.runner import Progress
 from cacheslide_agents.bench.studies.kept_keys import converted
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.task_data import Pair
 from cacheslide_agents.chunks import EncodedPrompt
-from cacheslide_agents.prompt.chat import ChatEncoder
 
 Figure = tuple[str, int, float]
-Pair = tuple[EncodedPrompt, EncodedPrompt]
-"""The prompts of turns t-1 and t."""
 
 
 class Curves:
@@ -46,16 +42,6 @@ class Curves:
                 for name, curve in self._figures.items()
             },
         }
-
-
-def turn_pairs(
-    backend: Backend, data: Path, task: str, limit: int, seed: int, max_prompt_tokens: int
-) -> list[Pair]:
-    """`limit` changed turns of `task`, in the backend's own tokens."""
-    encode = ChatEncoder(backend.tokenizer).encode
-    limits = token_limits(backend, encode, max_prompt_tokens)
-    turns = load_turns(task, data, limits, limit=limit, seed=seed)
-    return [(encode(turn.populate), encode(turn.measure)) for turn in turns]
 
 
 def draw(

@@ -24,15 +24,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cacheslide_agents.backend import Backend, GenerationRequest, Receipt
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
+from cacheslide_agents.bench.runner import Progress, silent
 from cacheslide_agents.bench.studies.reopen import reopened
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.task_data import AGENTS, Pair, TaskData
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.pages import SlideStore
 from cacheslide_agents.policies import CacheSlide
-from cacheslide_agents.prompt.chat import ChatEncoder
 
-TASKS = ("reflexion", "memgpt", "swe_agent")
 DEPTH = 4
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "off": {"prefetch": DEPTH, "decoupling": "off"},
@@ -43,7 +41,6 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 PLACES = ("ssd", "memory")
 FIELDS = ("wait_s", "load_s", "compute_s", "ttft_s")
 _STORE_BYTES = 4 << 30
-Pair = tuple[EncodedPrompt, EncodedPrompt]
 
 
 def run(
@@ -52,7 +49,7 @@ def run(
     *,
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str] = AGENTS,
     limit: int = 2,
     repeats: int = 3,
     seed: int = 0,
@@ -62,13 +59,8 @@ def run(
 ) -> dict[str, Any]:
     """`limit` turns per task, each way `repeats` times in rotated order. The store lies in `folder`
     (default: the system's folder for temporary files, which `TMPDIR` sets)."""
-    encode = ChatEncoder(backend.tokenizer).encode
-    limits = token_limits(backend, encode, max_prompt_tokens)
-    pairs = [
-        (encode(turn.populate), encode(turn.measure))
-        for task in tasks
-        for turn in load_turns(task, data, limits, limit=limit, seed=seed)
-    ]
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=max_prompt_tokens)
+    pairs = source.pairs(tasks)
     rows: list[dict[str, Any]] = list((earlier or {}).get("rows", []))
     done = {(row["repeat"], row["way"]) for row in rows}
     with TemporaryDirectory(dir=folder) as path:
@@ -130,14 +122,9 @@ def _seconds(receipt: Receipt) -> dict[str, float]:
 
 
 def _request(prompt: EncodedPrompt, number: int) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
-        namespace=f"decoupling-{number}",
-        task=prompt.task,
-        policy=CacheSlide(may_decline=False),
-        retain=False,
-    )
+    policy = CacheSlide(may_decline=False)
+    namespace = f"decoupling-{number}"
+    return GenerationRequest.of(prompt, namespace=namespace, policy=policy, retain=False)
 
 
 def _study(backend: Backend, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

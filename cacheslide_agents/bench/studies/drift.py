@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling, Scores
 from cacheslide_agents.bench.measure import Encode
 from cacheslide_agents.bench.metrics import kl_divergence, top1_agreement
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
 from cacheslide_agents.bench.studies.reopen import reopened, settle
+from cacheslide_agents.bench.task_data import AGENTS
 from cacheslide_agents.bench.workloads.chains import Chain, chains
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.policies import CacheSlide, Policy, Recompute
+from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
-TASKS = ("reflexion", "memgpt", "swe_agent")
 GUARD_BUDGET = 0.01
 """Nats; well under the default, so that the study shows what a refresh does."""
 _SAVES = 2
@@ -50,7 +51,7 @@ def run(
     *,
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str] = AGENTS,
     modes: Sequence[str] = tuple(MODES),
     limit: int = 1,
     turns: int = 20,
@@ -94,9 +95,14 @@ def _dense(backend: Backend, encode: Encode, chain: Chain, kl_tokens: int) -> li
     """The greedy tokens of the dense run of every turn, and its distributions before them."""
     found = []
     for prompt in map(encode, chain.prompts):
-        request = _request(prompt, chain.task, Recompute(), "dense", max_tokens=kl_tokens)
-        answered = backend.generate(request)
-        forced = tuple(token for chunk in answered for token in chunk.token_ids)[:kl_tokens]
+        request = GenerationRequest.of(
+            prompt,
+            namespace="dense",
+            sampling=Sampling(max_tokens=kl_tokens),
+            policy=Recompute(),
+            retain=False,
+        )
+        forced = answered(backend, request).token_ids[:kl_tokens]
         found.append(_Turn(prompt, forced, backend.score(request, forced)))
     return found
 
@@ -107,7 +113,9 @@ def _chained(
     """Score each turn on what the last one stored, then store it; turn 0 only fills the store."""
     namespace, policy = f"drift-{uuid4().hex}", CacheSlide()
     for number, turn in enumerate(turns):
-        request = _request(turn.prompt, chain.task, policy, namespace, session=chain.id)
+        request = GenerationRequest.of(
+            turn.prompt, namespace=namespace, session=chain.id, policy=policy, retain=False
+        )
         if number:
             refreshes = backend.metrics()["refreshes"]
             scores = backend.score(request, turn.forced)
@@ -128,27 +136,6 @@ def _chained(
                 "reason": receipt.reason,
                 "refreshed": backend.metrics()["refreshes"] - refreshes,
             }
-
-
-def _request(
-    prompt: EncodedPrompt,
-    task: str,
-    policy: Policy,
-    namespace: str,
-    *,
-    session: str | None = None,
-    max_tokens: int = 1,
-) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
-        namespace=namespace,
-        task=task,
-        session=session,
-        sampling=Sampling(max_tokens=max_tokens),
-        policy=policy,
-        retain=False,
-    )
 
 
 def _study(backend: Backend, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -14,15 +14,13 @@ from typing import Any
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.measure import REFERENCE, Bench
 from cacheslide_agents.bench.results import Row
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
+from cacheslide_agents.bench.runner import Progress, silent
 from cacheslide_agents.bench.studies.variants import FAMILIES, Variant, oracle
 from cacheslide_agents.bench.summary import summarise
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.task_data import AGENTS, TaskData
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.policies import Policy, Prefix, Recompute
-from cacheslide_agents.prompt.chat import ChatEncoder
 
-TASKS = ("reflexion", "memgpt", "swe_agent")
 ORACLE = "oracle"
 ALL_FAMILIES = (*FAMILIES, ORACLE)
 
@@ -48,7 +46,7 @@ def run(
     *,
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str] = AGENTS,
     families: Sequence[str] = ALL_FAMILIES,
     limit: int = 2,
     seed: int = 0,
@@ -57,13 +55,13 @@ def run(
     """Measure `families` on `limit` turns of each task; `save` gets the points after every turn."""
     if unknown := sorted(set(families) - set(ALL_FAMILIES)):
         raise DataError(f"no family named {unknown[0]!r}; known: {', '.join(ALL_FAMILIES)}")
-    bench = Bench(backend, ChatEncoder(backend.tokenizer).encode, answer_tokens=0)
-    limits = token_limits(backend, bench.encode, max_prompt_tokens)
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=max_prompt_tokens)
+    bench = Bench(backend, source.encode, answer_tokens=0)
     points: dict[str, list[Point]] = {}
     for task in tasks:
         rows: list[Row] = []
         variants: dict[str, Variant] = {}
-        turns = load_turns(task, data, limits, limit=limit, seed=seed)
+        turns = source.turns([task])
         for number, turn in enumerate(turns):
             chosen = [one for name in families if name in FAMILIES for one in FAMILIES[name]()]
             stored = {ORACLE: Prefix()} if ORACLE in families else {}

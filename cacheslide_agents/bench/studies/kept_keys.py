@@ -36,11 +36,7 @@ def kept_keys(
     if not isinstance(backend, KeepsContexts):
         raise BackendError(f"this study reads stored keys, which {backend.model_id} keeps away")
     namespace = f"study-{uuid4().hex}"
-    backend.warm(
-        GenerationRequest(
-            prompt.ids, prompt.spans, namespace, prompt.task, policy=policy or Prefix()
-        )
-    )
+    backend.warm(GenerationRequest.of(prompt, namespace=namespace, policy=policy or Prefix()))
     key = ContextKey(backend.fingerprint, namespace, prompt.task)
     context = next(iter(backend.store.find(key)), None)
     if context is None:

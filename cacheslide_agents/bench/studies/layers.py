@@ -26,8 +26,9 @@ from torch import Tensor
 
 from cacheslide_agents.backend import Backend
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.bench.studies.curves import Figure, draw, turn_pairs
+from cacheslide_agents.bench.studies.curves import Figure, draw
 from cacheslide_agents.bench.studies.kept_keys import ck_sim, kept_keys
+from cacheslide_agents.bench.task_data import TaskData
 from cacheslide_agents.chunks import EncodedPrompt, Run
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.prompt.align import align
@@ -51,10 +52,11 @@ def run(
 ) -> dict[str, Any]:
     """`limit` turns of `task`; with `cope_model` also on the converted model."""
     started = perf_counter()
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=max_prompt_tokens)
     return draw(
         backend,
         cope_model,
-        turn_pairs(backend, data, task, limit, seed, max_prompt_tokens),
+        source.pairs([task]),
         _turn,
         started=started,
         x="layer",

@@ -44,11 +44,7 @@ def deviating_positions(backend: Backend, populated: Populated) -> npt.NDArray[n
         raise BackendError(f"the oracle must read stored keys, which {backend.model_id} keeps away")
     apart = replace(populated, namespace=f"{populated.namespace}-dense")
     prompt = populated.prompt
-    backend.warm(
-        GenerationRequest(
-            prompt.ids, prompt.spans, apart.namespace, prompt.task, policy=Prefix(), retain=True
-        )
-    )
+    backend.warm(GenerationRequest.of(prompt, namespace=apart.namespace, policy=Prefix()))
     cached = _stored(backend, populated.namespace, populated.previous)
     dense = _stored(backend, apart.namespace, prompt)
     runs = align(prompt.ids, populated.previous.ids).runs

@@ -20,10 +20,12 @@ from time import perf_counter
 from typing import Any
 from uuid import uuid4
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling, Scores
 from cacheslide_agents.bench.metrics import kl_divergence
 from cacheslide_agents.bench.runner import Progress, silent
-from cacheslide_agents.bench.studies.curves import Figure, draw, turn_pairs
+from cacheslide_agents.bench.studies.curves import Figure, draw
+from cacheslide_agents.bench.task_data import TaskData
 from cacheslide_agents.chunks import EncodedPrompt, Role, Span
 from cacheslide_agents.errors import DataError
 from cacheslide_agents.policies import CacheSlide, Policy, Recompute
@@ -54,10 +56,11 @@ def run(
             f"{max(fillers)} filler tokens leave no room for a prompt; raise --max-prompt-tokens, "
             "or choose a model with a longer window"
         )
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=room)
     return draw(
         backend,
         cope_model,
-        turn_pairs(backend, data, task, limit, seed, room),
+        source.pairs([task]),
         partial(_turn, fillers),
         started=started,
         x="filler tokens in the window besides the longest update",
@@ -118,10 +121,10 @@ def _filler(backend: Backend) -> int:
     return ids[-1]
 
 
-def _greedy(backend: Backend, prompt: EncodedPrompt) -> list[int]:
+def _greedy(backend: Backend, prompt: EncodedPrompt) -> tuple[int, ...]:
     """The first tokens of the dense answer."""
     request = _request(prompt, Recompute(), f"padding-{uuid4().hex}")
-    return [token for chunk in backend.generate(request) for token in chunk.token_ids]
+    return answered(backend, request).token_ids
 
 
 def _scores(
@@ -139,11 +142,9 @@ def _reused(
 
 
 def _request(prompt: EncodedPrompt, policy: Policy, namespace: str) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
+    return GenerationRequest.of(
+        prompt,
         namespace=namespace,
-        task=prompt.task,
         sampling=Sampling(max_tokens=KL_TOKENS, ignore_eos=True),
         policy=policy,
         retain=False,

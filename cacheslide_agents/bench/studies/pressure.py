@@ -24,6 +24,7 @@ from cacheslide_agents.bench.measure import Encode
 from cacheslide_agents.bench.runner import Progress, silent, token_limits
 from cacheslide_agents.bench.studies.decoupling import drop_page_cache
 from cacheslide_agents.bench.studies.host import Host, Spent
+from cacheslide_agents.bench.task_data import AGENTS
 from cacheslide_agents.bench.workloads import Limits
 from cacheslide_agents.bench.workloads.chains import chains
 from cacheslide_agents.chunks import EncodedPrompt, Role
@@ -32,7 +33,6 @@ from cacheslide_agents.pages import EVICTIONS, PAGE_TOKENS, Eviction, SlideStore
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
-TASKS = ("reflexion", "memgpt", "swe_agent")
 SESSIONS = (4, 8, 16)
 GEOMETRY = (30, 1, 16)
 """Layers, KV heads, head size of the random keys and values, float32."""
@@ -178,7 +178,7 @@ def _agents(
     """The three tasks' sessions in turn, each from the `seed`-th of its task on."""
     found: list[Agent] = []
     sources: list[Iterator[Any]] = [
-        islice(chains(task, data, limits, turns=turns), seed, None) for task in TASKS
+        islice(chains(task, data, limits, turns=turns), seed, None) for task in AGENTS
     ]
     while len(found) < count and sources:
         source = sources.pop(0)

@@ -17,17 +17,15 @@ from time import perf_counter
 from typing import Any
 
 from cacheslide_agents.backend import Backend, GenerationRequest
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
+from cacheslide_agents.bench.runner import Progress, silent
 from cacheslide_agents.bench.studies.decoupling import drop_page_cache, opened
 from cacheslide_agents.bench.studies.oracle import KeepsContexts
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.task_data import ANSWERERS, TaskData
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import BackendError
 from cacheslide_agents.pages import SlideStore
-from cacheslide_agents.policies import CacheSlide, Policy, Recompute
-from cacheslide_agents.prompt.chat import ChatEncoder
+from cacheslide_agents.policies import CacheSlide, Recompute
 
-TASKS = ("reflexion", "memgpt")
 _READ_BYTES = 1 << 20
 Row = dict[str, Any]
 
@@ -38,7 +36,7 @@ def run(
     *,
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
-    tasks: Sequence[str] = TASKS,
+    tasks: Sequence[str] = ANSWERERS,
     limit: int = 2,
     repeats: int = 3,
     seed: int = 0,
@@ -47,17 +45,16 @@ def run(
 ) -> dict[str, Any]:
     """`limit` turns per task, each `repeats` times. The stores lie in `folder` (default: the
     system's folder for temporary files, which `TMPDIR` sets)."""
-    encode = ChatEncoder(backend.tokenizer).encode
-    limits = token_limits(backend, encode, max_prompt_tokens)
-    turns = [
-        turn for task in tasks for turn in load_turns(task, data, limits, limit=limit, seed=seed)
-    ]
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=max_prompt_tokens)
+    turns, encode = source.turns(tasks), source.encode
     rows: list[Row] = []
     for number, turn in enumerate(turns):
         about = {"task": turn.task, "id": turn.id}
         with TemporaryDirectory(dir=folder) as path:
             with opened(backend, path) as filling:
-                filling.warm(_request(encode(turn.populate), CacheSlide()))
+                filling.warm(
+                    GenerationRequest.of(encode(turn.populate), policy=CacheSlide(), retain=False)
+                )
             now = encode(turn.measure)
             for _ in range(repeats):
                 rows.append(about | _answered(backend, path, now) | _read(backend, path))
@@ -68,11 +65,12 @@ def run(
 
 def _answered(backend: Backend, path: str, prompt: EncodedPrompt) -> Row:
     """Seconds to the first token: recomputed, and with the context on SSD."""
-    dense = backend.score(_request(prompt, Recompute()), prompt.ids[:1]).receipt
+    fresh = GenerationRequest.of(prompt, policy=Recompute(), retain=False)
+    stored = GenerationRequest.of(prompt, policy=CacheSlide(may_decline=False), retain=False)
+    dense = backend.score(fresh, prompt.ids[:1]).receipt
     with opened(backend, path) as again:
         drop_page_cache(Path(path))
-        request = _request(prompt, CacheSlide(may_decline=False))
-        reused = again.score(request, prompt.ids[:1]).receipt
+        reused = again.score(stored, prompt.ids[:1]).receipt
     return {
         "prompt_tokens": len(prompt.ids),
         "outcome": reused.outcome,
@@ -122,16 +120,6 @@ def _read_file(path: Path) -> int:
     finally:
         os.close(file)
     return total
-
-
-def _request(prompt: EncodedPrompt, policy: Policy) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
-        task=prompt.task,
-        policy=policy,
-        retain=False,
-    )
 
 
 def _study(backend: Backend, rows: Sequence[Row]) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from statistics import fmean
 from typing import Any
 
 from cacheslide_agents.backend import Backend, GenerationRequest
-from cacheslide_agents.bench.measure import REFERENCE, Bench, Policies, Populated
-from cacheslide_agents.bench.runner import DEFAULT_POLICIES, Progress, longest_updates, silent
+from cacheslide_agents.bench.measure import REFERENCE, Bench, Policies
+from cacheslide_agents.bench.runner import Progress, longest_updates, silent
 from cacheslide_agents.bench.studies.stale_cases import HISTORIES, Case, stale_cases
 from cacheslide_agents.errors import DataError
-from cacheslide_agents.policies import PromptCache, named
+from cacheslide_agents.policies import POLICY_NAMES, PromptCache, named
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.prompt.chat import ChatEncoder
 
@@ -35,7 +35,7 @@ def run(
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
     earlier: Mapping[str, Any] | None = None,
-    policies: Sequence[str] = DEFAULT_POLICIES,
+    policies: Sequence[str] = POLICY_NAMES,
     limit: int | None = None,
     seed: int = 0,
     max_prompt_tokens: int = 4096,
@@ -92,7 +92,9 @@ def _asked(bench: Bench, case: Case, policies: Policies, max_prompt_tokens: int)
     shared, old, new = _parting(bench.backend.tokenizer, case.answers)
     found = {}
     for label, policy in policies.items():
-        request = _request(populated, policy)
+        request = GenerationRequest.of(
+            populated.prompt, namespace=populated.within(policy), policy=policy, retain=False
+        )
         logprobs = bench.backend.score(request, [*shared, new]).logprobs[-1]
         text = bench.time(populated, policy, max_tokens=GREEDY_TOKENS).text
         found[label] = {"margin": float(logprobs[new] - logprobs[old]), "text": text}
@@ -104,18 +106,6 @@ def _asked(bench: Bench, case: Case, policies: Policies, max_prompt_tokens: int)
         "prompt_tokens": tokens,
         "policies": found,
     }
-
-
-def _request(populated: Populated, policy: Policy) -> GenerationRequest:
-    prompt = populated.prompt
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
-        namespace=populated.within(policy),
-        task=prompt.task,
-        policy=policy,
-        retain=False,
-    )
 
 
 def _parting(tokenizer: Any, answers: tuple[str, str]) -> tuple[list[int], int, int]:

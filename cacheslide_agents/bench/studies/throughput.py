@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -24,18 +25,16 @@ from uuid import uuid4
 
 import numpy as np
 
+from cacheslide_agents.answered import Pieces
 from cacheslide_agents.backend import Backend, GenerationChunk, GenerationRequest, Sampling
-from cacheslide_agents.bench.runner import Progress, silent, token_limits
-from cacheslide_agents.bench.workloads import load_turns
+from cacheslide_agents.bench.runner import Progress, silent
+from cacheslide_agents.bench.task_data import ANSWERERS, TaskData
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import BackendError, DataError
 from cacheslide_agents.policies import Policy, named
-from cacheslide_agents.prompt.chat import ChatEncoder
 
-TASKS = ("reflexion", "memgpt")
 POLICIES = ("recompute", "prefix", "cacheslide", "cache_blend", "epic")
 BASELINES = ("recompute", "prefix")
-NEW_TOKENS = 32
 Found = dict[str, Any]
 
 
@@ -43,7 +42,7 @@ Found = dict[str, Any]
 class Batches(Protocol):
     """A backend that computes requests of many callers together, and caches prefixes by itself."""
 
-    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]: ...
+    def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]: ...
     def warm(self, request: GenerationRequest) -> None: ...
     def forget_prefixes(self) -> None: ...
 
@@ -84,7 +83,7 @@ def run(
     save: Callable[[Mapping[str, Any]], None],
     progress: Progress = silent,
     sessions: int = 8,
-    new_tokens: int = NEW_TOKENS,
+    new_tokens: int = 32,
     limit: int = 16,
     seed: int = 0,
     max_prompt_tokens: int = 4096,
@@ -100,7 +99,8 @@ def run(
             f"{backend.model_id}: this backend answers one request at a time, so there is no "
             "throughput to study; use --backend vllm"
         )
-    turns = _turns(backend, data, limit, seed, max_prompt_tokens)
+    source = TaskData.of(backend, data, limit=limit, seed=seed, max_prompt_tokens=max_prompt_tokens)
+    turns = _dealt(source)
     about = {
         "model": backend.model_id,
         "sessions": sessions,
@@ -128,16 +128,12 @@ def _known(earlier: Mapping[str, Any] | None, about: Mapping[str, Any]) -> Mappi
     return earlier or {}
 
 
-def _turns(
-    backend: Backend, data: Path, limit: int, seed: int, max_prompt_tokens: int
-) -> list[Asked]:
+def _dealt(source: TaskData) -> list[Asked]:
     """One of each task in turn, so that with an even number of sessions each has one task."""
-    encode = ChatEncoder(backend.tokenizer).encode
-    limits = token_limits(backend, encode, max_prompt_tokens)
-    dealt = zip_longest(*(load_turns(task, data, limits, limit=limit, seed=seed) for task in TASKS))
+    rounds = zip_longest(*(source.turns([task]) for task in ANSWERERS))
     return [
-        Asked(turn.id, turn.turn, encode(turn.populate), encode(turn.measure))
-        for turn in chain.from_iterable(dealt)
+        Asked(turn.id, turn.turn, source.encode(turn.populate), source.encode(turn.measure))
+        for turn in chain.from_iterable(rounds)
         if turn is not None
     ]
 
@@ -176,29 +172,26 @@ class _Drive:
         return [await self._serve(session, number, turn) for number, turn in turns]
 
     async def _serve(self, session: int, number: int, turn: Asked) -> Served:
-        namespace = f"{self._run_id}-{number}"
-        request = _request(turn.prompt, self._policy, namespace, self._new_tokens)
-        sent, receipt = self._now(), None
-        tokens: list[float] = []
-        async for piece in self._backend.agenerate(request):
-            tokens += [self._now()] * len(piece.token_ids)
-            receipt = piece.receipt or receipt
-        if receipt is None or not tokens:
-            raise BackendError(f"{turn.id}: an answer ended without token or receipt")
+        request = _request(turn.prompt, self._policy, f"{self._run_id}-{number}", self._new_tokens)
+        sent, pieces = self._now(), Pieces(self._started)
+        async with aclosing(self._backend.agenerate(request)) as stream:
+            async for piece in stream:
+                pieces.add(piece)
+        answer = pieces.whole(turn.id)
         return Served(
             id=turn.id,
             turn=turn.turn,
             task=turn.prompt.task,
             session=session,
             policy=self._name,
-            outcome=receipt.outcome,
-            reason=receipt.reason,
-            prompt_tokens=receipt.prompt_tokens,
-            active_tokens=receipt.active_tokens,
+            outcome=answer.receipt.outcome,
+            reason=answer.receipt.reason,
+            prompt_tokens=answer.receipt.prompt_tokens,
+            active_tokens=answer.receipt.active_tokens,
             sent_s=sent,
-            ttft_s=tokens[0] - sent,
+            ttft_s=answer.ttft_s - sent,
             done_s=self._now(),
-            tokens_s=tokens,
+            tokens_s=list(answer.times_s),
         )
 
     def _now(self) -> float:
@@ -208,14 +201,8 @@ class _Drive:
 def _request(
     prompt: EncodedPrompt, policy: Policy, namespace: str, max_tokens: int
 ) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=prompt.ids,
-        spans=prompt.spans,
-        namespace=namespace,
-        task=prompt.task,
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
-        policy=policy,
-    )
+    sampling = Sampling(max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest.of(prompt, namespace=namespace, sampling=sampling, policy=policy)
 
 
 def _study(
