@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from langchain_core.language_models.fake_chat_models import GenericFakeChatModel
 from langchain_core.messages import AIMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
 
 from cacheslide_agents.errors import DataError
 from langchain_cacheslide import ChatCacheSlide
@@ -97,3 +99,13 @@ def test_log_takes_any_model_and_leaves_failed_calls_out() -> None:
     with pytest.raises(ConnectionError):
         other.invoke("Hi.", {"callbacks": [log]})
     assert [(call.step, call.text, call.receipt) for call in log.calls] == [("model", "fine", {})]
+
+
+def test_log_leaves_out_a_call_that_had_begun_before_it_was_there(model: Any) -> None:
+    told: list[str] = []
+    log = CallLog(lambda call: told.append(call.text))
+    log.on_llm_end(
+        LLMResult(generations=[[ChatGeneration(message=AIMessage("late"))]]), run_id=uuid4()
+    )
+    model.invoke("Hi.", {"callbacks": [log]})
+    assert [call.text for call in log.calls] == told == ["own"]

@@ -16,6 +16,7 @@ import pytest
 from langchain_core.runnables import ConfigurableField
 
 from cacheslide_agents.backend import Backend
+from cacheslide_agents.errors import BackendError
 from langchain_cacheslide import BackendLoader, ChatCacheSlide
 
 
@@ -81,6 +82,50 @@ def test_closed_loader_closes_its_backends_and_loads_anew(
     assert first.closed
     assert loader.encoder(first.tokenizer) is not encoder, "a closed model's tokenizer is let go"
     assert loader.get("torch", "m", {}) is not first
+
+
+def test_a_model_that_loads_keeps_nobody_waiting_who_wants_another(
+    monkeypatch: pytest.MonkeyPatch, support: Callable[[str], ModuleType]
+) -> None:
+    begun, go_on = Event(), Event()
+
+    def load(name: str, *, model: str) -> Backend:
+        if model == "slow":
+            begun.set()
+            assert go_on.wait(20)
+        fake: Backend = support("fake_backend").FakeBackend(model_id=model)
+        return fake
+
+    monkeypatch.setattr("langchain_cacheslide.loader.load_backend", load)
+    loader = BackendLoader()
+    with ThreadPoolExecutor(3) as pool:
+        slow = [pool.submit(loader.get, "torch", "slow", {}) for _ in range(2)]
+        assert begun.wait(20)
+        quick = pool.submit(loader.get, "torch", "quick", {})
+        try:
+            assert quick.result(10).model_id == "quick"
+            assert pool.submit(loader.encoder, quick.result().tokenizer).result(10)
+            assert not any(each.done() for each in slow)
+        finally:
+            go_on.set()
+    assert slow[0].result() is slow[1].result()
+
+
+def test_load_that_failed_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+
+    def load(name: str, **options: Any) -> Any:
+        tries.append(name)
+        if len(tries) == 1:
+            raise BackendError("no memory")
+        return tries
+
+    monkeypatch.setattr("langchain_cacheslide.loader.load_backend", load)
+    loader = BackendLoader()
+    with pytest.raises(BackendError, match="no memory"):
+        loader.get("torch", None, {})
+    loaded: Any = loader.get("torch", None, {})
+    assert loaded is tries and len(tries) == 2
 
 
 def test_import_needs_neither_torch_nor_vllm() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -17,7 +17,7 @@ from langchain_cacheslide.loop_thread import LoopThread
 SOON_S = 60.0
 
 
-async def counted(ended: threading.Event, stop: int | None = None) -> AsyncIterator[int]:
+async def counted(ended: threading.Event, stop: int | None = None) -> AsyncGenerator[int, None]:
     """0, 1, ... up to `stop`, or 0 and then nothing for ever."""
     try:
         for number in range(1 if stop is None else stop):
@@ -35,7 +35,7 @@ def test_items_come_in_order_and_the_stream_is_closed() -> None:
 
 
 def test_error_comes_after_the_items_before_it() -> None:
-    async def fails() -> AsyncIterator[int]:
+    async def fails() -> AsyncGenerator[int, None]:
         yield 1
         raise ValueError("its own")
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -87,6 +91,22 @@ def test_start_is_warmed_once_with_what_every_prompt_begins_with(scripted: Any) 
     assert RULES in head
     assert '"weather"' in head
     assert all(prompt.startswith(head) for prompt in prompts)
+
+
+def test_first_runs_that_start_at_once_warm_once(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = scripted("Hello.")
+    warm = model.backend.warm
+    monkeypatch.setattr(
+        model.backend, "warm", lambda request: (warm(request), Event().wait(0.05))[0]
+    )
+    middleware = CacheSlideMiddleware(model=model, system_prompt=RULES, tools=[weather])
+    talks = agent(model, [middleware])
+    with ThreadPoolExecutor(4) as pool:
+        threads = [{"configurable": {"thread_id": name}} for name in "abcd"]
+        list(pool.map(talks.invoke, [ASKED] * len(threads), threads))
+    assert [what for what, _ in model.backend.events].count("warm") == 1
 
 
 def test_server_can_be_warmed_before_the_first_run(scripted: Any) -> None:
@@ -188,6 +208,17 @@ def test_tool_that_raises_leaves_nothing_pinned(scripted: Any) -> None:
     with pytest.raises(ConnectionError):
         agent(model, [CacheSlideMiddleware()]).invoke(ASKED, THREAD)
     assert [what for what, _ in model.backend.events] == ["generate", "pin", "refresh", "release"]
+
+
+def test_run_that_a_tool_ended_is_forgotten(scripted: Any) -> None:
+    middleware = CacheSlideMiddleware()
+    model = scripted(CALL.replace("Bergen", "Nowhere"), "Hm.")
+    backend = weakref.ref(model.backend)
+    with pytest.raises(ConnectionError):
+        create_agent(model, [weather], middleware=[middleware]).invoke(ASKED)
+    del model
+    gc.collect()
+    assert backend() is None, "the middleware alone still knows the run"
 
 
 def test_another_model_is_asked_exactly_as_without_the_middleware() -> None:

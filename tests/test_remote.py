@@ -14,6 +14,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage
 from langchain_core.outputs import ChatGenerationChunk
 
 from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 from langchain_cacheslide.remote_question import Patience
 from langchain_cacheslide.remote_receipt import NO_PLUGIN
@@ -41,6 +42,7 @@ SETTINGS = {
     "reuse": True,
     "policy": None,
 }
+ASKED = Question(ASK, SETTINGS)
 CALLS = [
     {"tool_calls": [{"index": 0, "id": "a", "function": {"name": "add", "arguments": '{"x":'}}]},
     {"tool_calls": [{"index": 0, "function": {"arguments": " 1}"}}]},
@@ -69,7 +71,7 @@ def whole(chunks: Iterator[ChatGenerationChunk]) -> AIMessageChunk:
 
 
 def test_stream_gives_every_piece_as_the_server_sent_it(chat: RemoteChat) -> None:
-    chunks = list(chat.stream(ASK, SETTINGS))
+    chunks = list(chat.call(ASKED).stream())
     assert [chunk.text for chunk in chunks] == ["one", " two", " three", ""]
     last = chunks[-1].message
     assert isinstance(last, AIMessageChunk)
@@ -79,8 +81,8 @@ def test_stream_gives_every_piece_as_the_server_sent_it(chat: RemoteChat) -> Non
 
 
 def test_whole_answer_says_what_the_stream_says(chat: RemoteChat) -> None:
-    streamed = whole(chat.stream(ASK, SETTINGS))
-    (generation,) = chat.generate(ASK, SETTINGS).generations
+    streamed = whole(chat.call(ASKED).stream())
+    (generation,) = chat.call(ASKED).generate().generations
     message = generation.message
     assert message.content == streamed.content == "one two three"
     receipts = [m.response_metadata.pop("cacheslide") for m in (message, streamed)]
@@ -92,8 +94,8 @@ def test_whole_answer_says_what_the_stream_says(chat: RemoteChat) -> None:
 def test_plain_server_sees_no_field_that_openai_does_not_have(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
-    whole(chat.stream(ASK, SETTINGS))
-    chat.generate(ASK, SETTINGS)
+    whole(chat.call(ASKED).stream())
+    chat.call(ASKED).generate()
     streamed, given = server.bodies()
     assert set(streamed) == OPENAI_FIELDS
     assert set(given) == OPENAI_FIELDS - {"stream_options"}
@@ -104,14 +106,14 @@ def test_server_is_asked_once_for_its_models_and_its_status(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
     for _ in range(3):
-        chat.generate(ASK, SETTINGS)
+        chat.call(ASKED).generate()
     assert server.asked("/v1/models") == server.asked("/v1/cacheslide/status") == 1
 
 
 def test_receipt_of_a_plain_server_says_that_reuse_is_off(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
-    message = whole(chat.stream(ASK, SETTINGS))
+    message = whole(chat.call(ASKED).stream())
     receipt = message.response_metadata["cacheslide"]
     assert (receipt["outcome"], receipt["reason"]) == ("declined", NO_PLUGIN)
     assert (receipt["prompt_tokens"], receipt["reused_tokens"], receipt["exact"]) == (12, 0, True)
@@ -130,9 +132,9 @@ def test_servers_own_prefix_cache_counts_as_cache_read(
         "completion_tokens_details": {"reasoning_tokens": 2},
     }
     if streamed:
-        message: Any = whole(chat.stream(ASK, SETTINGS))
+        message: Any = whole(chat.call(ASKED).stream())
     else:
-        message = chat.generate(ASK, SETTINGS).generations[0].message
+        message = chat.call(ASKED).generate().generations[0].message
     assert message.usage_metadata == {
         "input_tokens": 12,
         "output_tokens": 3,
@@ -150,14 +152,14 @@ def test_server_that_counts_nothing_is_answered_without_usage(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
     server.usage = {}
-    assert whole(chat.stream(ASK, SETTINGS)).usage_metadata is None
+    assert whole(chat.call(ASKED).stream()).usage_metadata is None
 
 
 def test_tool_calls_arrive_in_pieces_and_whole(chat: RemoteChat, server: OpenAIServer) -> None:
     server.pieces, server.finish_reason = CALLS, "tool_calls"
     add = {"name": "add", "args": {"x": 1}, "id": "a", "type": "tool_call"}
     now = {"name": "now", "args": {}, "id": "b", "type": "tool_call"}
-    chunks = list(chat.stream(ASK, SETTINGS))
+    chunks = list(chat.call(ASKED).stream())
     first = chunks[0].message
     assert isinstance(first, AIMessageChunk)
     assert [call["args"] for call in first.tool_call_chunks] == ['{"x":']
@@ -175,7 +177,7 @@ def test_tool_calls_arrive_in_pieces_and_whole(chat: RemoteChat, server: OpenAIS
             ]
         }
     ]
-    message: Any = chat.generate(ASK, SETTINGS).generations[0].message
+    message: Any = chat.call(ASKED).generate().generations[0].message
     assert message.tool_calls == [add, now]
     invalid = [(call["id"], call["args"]) for call in message.invalid_tool_calls]
     assert invalid == [("c", "{no"), ("d", "[1]")]
@@ -188,7 +190,7 @@ def test_tool_calls_without_index_are_numbered_by_their_place(
     server.pieces = [
         {"tool_calls": [{"id": n, "function": {"name": n, "arguments": "{}"}} for n in names]}
     ]
-    assert [call["name"] for call in whole(chat.stream(ASK, SETTINGS)).tool_calls] == [*names]
+    assert [call["name"] for call in whole(chat.call(ASKED).stream()).tool_calls] == [*names]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
@@ -196,8 +198,8 @@ def test_thoughts_are_kept_apart_from_the_answer(
     chat: RemoteChat, server: OpenAIServer, name: str
 ) -> None:
     server.pieces = [{name: "let me"}, {name: " think"}, {"content": "42"}]
-    streamed = whole(chat.stream(ASK, SETTINGS))
-    message = chat.generate(ASK, SETTINGS).generations[0].message
+    streamed = whole(chat.call(ASKED).stream())
+    message = chat.call(ASKED).generate().generations[0].message
     for answer in (streamed, message):
         assert answer.content == "42"
         assert answer.additional_kwargs["reasoning_content"] == "let me think"
@@ -206,14 +208,16 @@ def test_thoughts_are_kept_apart_from_the_answer(
 def test_log_probabilities_stand_in_the_metadata(chat: RemoteChat, server: OpenAIServer) -> None:
     server.logprobs = True
     settings = {**SETTINGS, "logprobs": True, "top_logprobs": 1}
-    streamed = whole(chat.stream(ASK, settings)).response_metadata["logprobs"]["content"]
+    streamed = whole(chat.call(Question(ASK, settings)).stream()).response_metadata["logprobs"][
+        "content"
+    ]
     assert [(entry["token"], entry["logprob"]) for entry in streamed] == [
         ("one", -0.5),
         (" two", -0.5),
         (" three", -0.5),
     ]
     assert streamed[0]["top_logprobs"][0]["logprob"] == -1.5
-    message = chat.generate(ASK, settings).generations[0].message
+    message = chat.call(Question(ASK, settings)).generate().generations[0].message
     assert message.response_metadata["logprobs"]["content"][0]["token"] == "one two three"
     assert [body["top_logprobs"] for body in server.bodies()] == [1, 1]
 
@@ -221,7 +225,7 @@ def test_log_probabilities_stand_in_the_metadata(chat: RemoteChat, server: OpenA
 def test_n_answers_come_from_one_request_and_are_counted_once(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
-    result = chat.generate(ASK, {**SETTINGS, "n": 3})
+    result = chat.call(Question(ASK, {**SETTINGS, "n": 3})).generate()
     assert [generation.text for generation in result.generations] == ["one two three"] * 3
     messages: list[Any] = [generation.message for generation in result.generations]
     assert [m.usage_metadata and m.usage_metadata["input_tokens"] for m in messages] == [
@@ -236,7 +240,9 @@ def test_settings_beyond_openai_travel_under_vllms_names(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
     knobs = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
-    chat.generate(ASK, {**SETTINGS, **knobs, "top_p": 0.9, "seed": 3, "stop": ["x", "y"]})
+    chat.call(
+        Question(ASK, {**SETTINGS, **knobs, "top_p": 0.9, "seed": 3, "stop": ["x", "y"]})
+    ).generate()
     (body,) = server.bodies()
     assert {name: body[name] for name in knobs} == knobs
     assert (body["top_p"], body["seed"], body["stop"]) == (0.9, 3, ["x", "y"])
@@ -248,12 +254,12 @@ def test_model_is_the_only_one_the_server_has(chat: RemoteChat, server: OpenAISe
     assert chat.model == "tiny"
     message = r"serves 2 models: 'a/one', 'b/two'; say which with `model`"
     with pytest.raises(ModelNotFoundError, match=message):
-        RemoteChat(server.url).generate(ASK, SETTINGS)
+        RemoteChat(server.url).call(ASKED).generate()
     named = RemoteChat(server.url, model="b/two")
-    assert named.generate(ASK, SETTINGS).generations[0].text == "one two three"
+    assert named.call(ASKED).generate().generations[0].text == "one two three"
     server.models = []
     with pytest.raises(ModelNotFoundError, match="serves 0 models: none"):
-        RemoteChat(server.url).generate(ASK, SETTINGS)
+        RemoteChat(server.url).call(ASKED).generate()
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000/v1", "ftp://host/v1", "", "http:///v1"])
@@ -276,7 +282,7 @@ def test_policy_object_is_refused_because_its_parameters_would_not_travel(
         name = "cacheslide"
 
     with pytest.raises(RequestError, match="policy='cacheslide'"):
-        chat.generate(ASK, {**SETTINGS, "policy": Mine()})
+        chat.call(Question(ASK, {**SETTINGS, "policy": Mine()})).generate()
 
 
 def test_nothing_of_openais_own_environment_reaches_the_server(
@@ -284,7 +290,7 @@ def test_nothing_of_openais_own_environment_reaches_the_server(
 ) -> None:
     for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID", "OPENAI_ADMIN_KEY"):
         monkeypatch.setenv(name, "sk-for-someone-else")
-    RemoteChat(server.url).generate(ASK, SETTINGS)
+    RemoteChat(server.url).call(ASKED).generate()
     assert len(server.requests) == 3
     assert "sk-for-someone-else" not in str(server.requests)
 
@@ -294,7 +300,7 @@ def test_missing_client_package_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(BackendError, match=r"pip install 'cacheslide-agents\[remote\]'"):
-        chat.generate(ASK, SETTINGS)
+        chat.call(ASKED).generate()
 
 
 def test_importing_the_module_imports_no_client() -> None:

@@ -13,6 +13,7 @@ import pytest
 from langchain_core import exceptions as langchain
 from langchain_core.messages import HumanMessage
 
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 ASK = [HumanMessage("one two three four")]
 SOON_S = 20.0
 ONCE = {"max_retries": 0}
+ASKED = Question(ASK, ONCE)
 
 
 @pytest.fixture
@@ -35,11 +37,11 @@ def chat(server: OpenAIServer) -> RemoteChat:
 
 
 async def texts(chat: RemoteChat, text: str) -> list[str]:
-    return [chunk.text async for chunk in chat.astream([HumanMessage(text)], ONCE)]
+    return [chunk.text async for chunk in chat.call(Question([HumanMessage(text)], ONCE)).astream()]
 
 
 def test_async_stream_gives_the_same_pieces(chat: RemoteChat) -> None:
-    streamed = [chunk.text for chunk in chat.stream(ASK, ONCE)]
+    streamed = [chunk.text for chunk in chat.call(ASKED).stream()]
     assert asyncio.run(texts(chat, "one two three four")) == streamed
     assert streamed == ["one", " two", " three", " four", ""]
 
@@ -48,7 +50,9 @@ def test_twenty_calls_at_once_get_each_its_own_answer(
     chat: RemoteChat, server: OpenAIServer
 ) -> None:
     async def ask() -> list[str]:
-        asked = [chat.agenerate([HumanMessage(f"call {i}")], ONCE) for i in range(20)]
+        asked = [
+            chat.call(Question([HumanMessage(f"call {i}")], ONCE)).agenerate() for i in range(20)
+        ]
         return [result.generations[0].text for result in await asyncio.gather(*asked)]
 
     async def stream() -> list[str]:
@@ -74,7 +78,7 @@ def test_cancelled_stream_closes_the_connection(
     seen: list[str] = []
 
     async def read() -> None:
-        async with aclosing(chat.astream(ASK, ONCE)) as chunks:  # type: ignore[type-var]
+        async with aclosing(chat.call(ASKED).astream()) as chunks:
             async for chunk in chunks:
                 seen.append(chunk.text)
 
@@ -96,7 +100,7 @@ def test_cancelled_call_closes_the_connection(chat: RemoteChat, server: OpenAISe
     server.hold_after = 0
 
     async def give_up() -> bool:
-        asking = asyncio.create_task(chat.agenerate(ASK, ONCE))
+        asking = asyncio.create_task(chat.call(ASKED).agenerate())
         assert await asyncio.to_thread(server.holding.wait, SOON_S)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -108,7 +112,7 @@ def test_cancelled_call_closes_the_connection(chat: RemoteChat, server: OpenAISe
 
 def test_stream_that_is_left_closes_the_connection(chat: RemoteChat, server: OpenAIServer) -> None:
     server.hold_after = 1
-    stream: Any = chat.stream(ASK, ONCE)
+    stream: Any = chat.call(ASKED).stream()
     with closing(stream) as chunks:
         assert next(chunks).text == "one"
     assert server.disconnected.wait(SOON_S)
@@ -127,4 +131,4 @@ def test_async_failures_are_those_of_the_sync_calls(chat: RemoteChat, server: Op
 
     server.models = []
     with pytest.raises(langchain.ModelNotFoundError):
-        asyncio.run(chat.agenerate(ASK, ONCE))
+        asyncio.run(chat.call(ASKED).agenerate())

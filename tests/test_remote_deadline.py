@@ -7,7 +7,7 @@ everything else `AMPLE_S`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import ModuleType
@@ -20,6 +20,7 @@ from langchain_core.messages import HumanMessage
 from cacheslide_agents.errors import ServerError
 from langchain_cacheslide import remote_server
 from langchain_cacheslide.deadline import awhole, awithin
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 from langchain_cacheslide.remote_receipt import NO_PLUGIN
 
@@ -32,10 +33,10 @@ SHORT_S, LONGER_S, AMPLE_S = 0.1, 4.0, 60.0
 Settings = dict[str, Any]
 Way = Callable[[RemoteChat, Settings], Any]
 WAYS: list[Way] = [
-    lambda remote, settings: list(remote.stream(ASK, settings)),
-    lambda remote, settings: remote.generate(ASK, settings),
-    lambda remote, settings: asyncio.run(gathered(remote.astream(ASK, settings))),
-    lambda remote, settings: asyncio.run(remote.agenerate(ASK, settings)),
+    lambda remote, settings: list(remote.call(Question(ASK, settings)).stream()),
+    lambda remote, settings: remote.call(Question(ASK, settings)).generate(),
+    lambda remote, settings: asyncio.run(gathered(remote.call(Question(ASK, settings)).astream())),
+    lambda remote, settings: asyncio.run(remote.call(Question(ASK, settings)).agenerate()),
 ]
 
 
@@ -54,6 +55,7 @@ def within(timeout: float | None, max_retries: int = 0) -> Settings:
 
 
 IN_TIME = within(AMPLE_S)
+ASKED = Question(ASK, IN_TIME)
 
 
 def nothing_left_to_do(remote: RemoteChat) -> None:
@@ -96,7 +98,7 @@ def test_retry_that_was_waited_for_at_the_timeout_never_comes(
     server.failures = [busy] * 3
     remote = chat(server)
     with pytest.raises(langchain.ModelTimeoutError):
-        remote.generate(ASK, within(LONGER_S, 2))
+        remote.call(Question(ASK, within(LONGER_S, 2))).generate()
     nothing_left_to_do(remote)
     assert server.asked(CHAT) == 1
 
@@ -106,7 +108,7 @@ def test_stream_with_a_timeout_that_is_left_closes_the_connection_at_once(
 ) -> None:
     server.hold_after = 1
     remote = chat(server)
-    stream: Any = remote.stream(ASK, IN_TIME)
+    stream: Any = remote.call(ASKED).stream()
     with closing(stream) as chunks:
         assert next(chunks).text == "one"
         assert server.holding.wait(AMPLE_S)
@@ -121,12 +123,12 @@ def test_status_that_drips_holds_up_no_answer(
     server.drips = ("/v1/cacheslide/status",)
     remote = chat(server)
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda _: remote.generate(ASK, IN_TIME), range(4)))
+        results = list(pool.map(lambda _: remote.call(ASKED).generate(), range(4)))
     for result in results:
         message = result.generations[0].message
         assert message.content == "one two three four"
         assert message.response_metadata["cacheslide"]["reason"] == NO_PLUGIN
-    assert remote.generate(ASK, IN_TIME).generations[0].text == "one two three four"
+    assert remote.call(ASKED).generate().generations[0].text == "one two three four"
     assert server.asked("/v1/cacheslide/status") == 1
 
 
@@ -138,7 +140,7 @@ def test_receipt_that_drips_leaves_the_answer_without_one(
     remote = chat(server)
     assert remote.model == "tiny"  # with the server's status, which comes in time
     monkeypatch.setattr(remote_server, "_ASIDE_S", SHORT_S)
-    (generation,) = remote.generate(ASK, IN_TIME).generations
+    (generation,) = remote.call(ASKED).generate().generations
     assert generation.text == "one two three four"
     assert generation.message.response_metadata["cacheslide"]["policy"] == "server"
 
@@ -151,17 +153,17 @@ def test_names_of_models_that_drip_are_a_timeout_and_asked_for_again(
     with monkeypatch.context() as patched:
         patched.setattr(remote_server, "_NAMES_S", SHORT_S)
         with pytest.raises(langchain.ModelTimeoutError, match="took too long"):
-            remote.generate(ASK, within(None))
+            remote.call(Question(ASK, within(None))).generate()
     nothing_left_to_do(remote)
     server.drips = ()
-    assert remote.generate(ASK, IN_TIME).generations[0].text == "one two three four"
+    assert remote.call(ASKED).generate().generations[0].text == "one two three four"
 
 
 def test_error_of_the_one_asked_is_not_taken_for_the_deadline() -> None:
     async def fails() -> str:
         raise TimeoutError("its own")
 
-    async def pieces() -> AsyncIterator[str]:
+    async def pieces() -> AsyncGenerator[str, None]:
         yield await fails()
 
     for seconds in (None, AMPLE_S):

@@ -16,6 +16,7 @@ from langchain_core.messages import HumanMessage
 from pydantic import SecretStr
 
 from cacheslide_agents.errors import BackendError, ServerError
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 ASK = [HumanMessage("one two three four")]
 KEY = "sk-very-secret-key"
 ONCE: dict[str, Any] = {"max_retries": 0}
+ASKED = Question(ASK, ONCE)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_refusal_is_our_error_and_langchains_of_that_kind(
 ) -> None:
     server.failures = [module.Failure(status, "no can do")]
     with pytest.raises(kind, match=mend) as raised:
-        list(chat(server).stream(ASK, ONCE)) if streamed else chat(server).generate(ASK, ONCE)
+        list(chat(server).call(ASKED).stream()) if streamed else chat(server).call(ASKED).generate()
     error: Any = raised.value
     assert isinstance(error, ServerError)
     assert isinstance(error, BackendError)
@@ -77,7 +79,7 @@ def test_refusal_is_our_error_and_langchains_of_that_kind(
 
 def test_model_the_server_does_not_have_is_named(server: OpenAIServer) -> None:
     with pytest.raises(langchain.ModelNotFoundError, match="The model `other` does not exist"):
-        chat(server, model="other").generate(ASK, ONCE)
+        chat(server, model="other").call(ASKED).generate()
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_prompt_that_does_not_fit_is_langchains_overflow_error(
 ) -> None:
     server.failures = [module.Failure(400, message, code=code)]
     with pytest.raises(langchain.ContextOverflowError, match="shorten the prompt") as raised:
-        chat(server).generate(ASK, ONCE)
+        chat(server).call(ASKED).generate()
     assert isinstance(raised.value, langchain.ModelInvalidRequestError)
 
 
@@ -100,8 +102,11 @@ def test_setting_a_server_does_not_know_is_named(server: OpenAIServer) -> None:
     server.refused = ("min_p",)
     settings = {**ONCE, "top_k": 4, "min_p": 0.2}
     with pytest.raises(ServerError, match="not every server knows min_p: leave"):
-        chat(server).generate(ASK, settings)
-    assert chat(server).generate(ASK, {"top_k": 4}).generations[0].text == "one two three four"
+        chat(server).call(Question(ASK, settings)).generate()
+    assert (
+        chat(server).call(Question(ASK, {"top_k": 4})).generate().generations[0].text
+        == "one two three four"
+    )
 
 
 def test_settings_beyond_openai_are_listed_when_the_server_names_none(
@@ -109,7 +114,7 @@ def test_settings_beyond_openai_are_listed_when_the_server_names_none(
 ) -> None:
     server.failures = [module.Failure(400, "bad request")]
     with pytest.raises(ServerError, match="not every server knows top_k, min_p: leave"):
-        chat(server).generate(ASK, {**ONCE, "top_k": 4, "min_p": 0.2})
+        chat(server).call(Question(ASK, {**ONCE, "top_k": 4, "min_p": 0.2})).generate()
 
 
 def test_busy_server_is_asked_again_before_the_call_fails(
@@ -117,10 +122,13 @@ def test_busy_server_is_asked_again_before_the_call_fails(
 ) -> None:
     busy = module.Failure(429, "busy", retry_after_ms=1)
     server.failures, more = [busy, busy], {"max_retries": 2}
-    assert chat(server).generate(ASK, more).generations[0].text == "one two three four"
+    assert (
+        chat(server).call(Question(ASK, more)).generate().generations[0].text
+        == "one two three four"
+    )
     server.failures = [busy] * 3
     with pytest.raises(langchain.ModelRateLimitError, match="busy"):
-        chat(server).generate(ASK, more)
+        chat(server).call(Question(ASK, more)).generate()
     assert len(server.bodies()) == 6
 
 
@@ -131,20 +139,20 @@ def test_refused_connection_asks_whether_the_server_runs() -> None:
         for model in ("tiny", None):
             remote = RemoteChat(url, model=model)
             with pytest.raises(langchain.ModelConnectionError, match="is it running") as raised:
-                list(remote.stream(ASK, ONCE))
+                list(remote.call(ASKED).stream())
             assert f"the server at {url} cannot be reached" in str(raised.value)
 
 
 def test_silent_server_is_a_timeout(server: OpenAIServer) -> None:
     server.hold_after = 0
     with pytest.raises(langchain.ModelTimeoutError, match="took too long; raise timeout"):
-        chat(server).generate(ASK, {**ONCE, "timeout": 0.2})
+        chat(server).call(Question(ASK, {**ONCE, "timeout": 0.2})).generate()
 
 
 def test_server_that_falls_silent_half_way_leaves_what_had_come(server: OpenAIServer) -> None:
     server.hold_after = 2
     with pytest.raises(langchain.ModelTimeoutError, match="after 2 pieces") as raised:
-        list(chat(server).stream(ASK, {**ONCE, "timeout": 4.0}))
+        list(chat(server).call(Question(ASK, {**ONCE, "timeout": 4.0})).stream())
     error: Any = raised.value
     assert (error.partial, error.pieces) == ("one two", 2)
 
@@ -156,7 +164,7 @@ def test_server_that_dies_half_way_leaves_what_had_come(
     server.die_after, server.die_politely = 3, politely
     seen = []
     with pytest.raises(langchain.ModelConnectionError, match="after 3 pieces") as raised:
-        for chunk in chat(server).stream(ASK, {"max_retries": 2}):
+        for chunk in chat(server).call(Question(ASK, {"max_retries": 2})).stream():
             seen.append(chunk.text)
     error: Any = raised.value
     assert (error.partial, error.pieces, error.status) == ("one two three", 3, None)
@@ -169,7 +177,7 @@ def test_error_within_a_stream_is_passed_on(server: OpenAIServer) -> None:
     piece = '{"choices": [{"index": 0, "delta": {"content": "so far"}}]}'
     server.events = [piece, '{"error": {"message": "out of memory", "code": 500}}']
     with pytest.raises(ServerError, match=r"after 1 piece of.*out of memory") as raised:
-        list(chat(server).stream(ASK, ONCE))
+        list(chat(server).call(ASKED).stream())
     assert raised.value.partial == "so far"
 
 
@@ -177,7 +185,7 @@ def test_error_within_a_stream_is_passed_on(server: OpenAIServer) -> None:
 def test_stream_nobody_can_read_is_a_server_error(server: OpenAIServer, event: str) -> None:
     server.events = [event]
     with pytest.raises(ServerError, match=f"the server at {server.url}"):
-        list(chat(server).stream(ASK, ONCE))
+        list(chat(server).call(ASKED).stream())
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_whole_answer_without_a_message_is_a_server_error(
 ) -> None:
     server.answer = answer
     with pytest.raises(langchain.ModelAPIError, match=f"gave no usable answer: .*{said}") as raised:
-        chat(server).generate(ASK, ONCE)
+        chat(server).call(ASKED).generate()
     assert isinstance(raised.value, ServerError)
 
 
@@ -207,10 +215,10 @@ def test_call_that_was_cut_off_is_invalid(
     call = {"index": 0, "id": "a", "function": {"name": "pay", "arguments": arguments}}
     server.pieces = [{"tool_calls": [call]}]
     if streamed:
-        first, *others = chat(server).stream(ASK, ONCE)
+        first, *others = chat(server).call(ASKED).stream()
         message: Any = sum(others, first).message
     else:
-        message = chat(server).generate(ASK, ONCE).generations[0].message
+        message = chat(server).call(ASKED).generate().generations[0].message
     assert message.tool_calls == []
     assert [bad["name"] for bad in message.invalid_tool_calls] == ["pay"]
 
@@ -226,10 +234,10 @@ def test_only_the_last_call_without_arguments_can_have_been_cut_off(
     ]
     server.pieces = [{"tool_calls": calls}]
     if streamed:
-        first, *others = chat(server).stream(ASK, ONCE)
+        first, *others = chat(server).call(ASKED).stream()
         message: Any = sum(others, first).message
     else:
-        message = chat(server).generate(ASK, ONCE).generations[0].message
+        message = chat(server).call(ASKED).generate().generations[0].message
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("a", {}), ("b", {})]
     assert [bad["name"] for bad in message.invalid_tool_calls] == ["c"]
 
@@ -240,10 +248,10 @@ def test_key_is_sent_but_never_shown(
     server.api_key = KEY
     caplog.set_level(logging.DEBUG)
     remote = chat(server, api_key=SecretStr(KEY))
-    assert remote.generate(ASK, ONCE).generations[0].text == "one two three four"
+    assert remote.call(ASKED).generate().generations[0].text == "one two three four"
     server.api_key = "another"
     with pytest.raises(langchain.ModelAuthenticationError, match="check api_key") as raised:
-        remote.generate(ASK, ONCE)
+        remote.call(ASKED).generate()
     shown = [repr(remote), str(remote), *traceback.format_exception(raised.value), caplog.text]
     shown += [str(vars(remote)), repr(raised.value), str(vars(raised.value))]
     assert "Incorrect API key: Bearer **********" in str(raised.value)

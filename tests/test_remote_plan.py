@@ -26,6 +26,7 @@ from cacheslide_agents.prompt.wire_plan import (
     read_plan,
 )
 from langchain_cacheslide.messages import from_messages, to_messages
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 from langchain_cacheslide.remote_receipt import NO_RECEIPT
 
@@ -39,6 +40,7 @@ PROMPT = ChunkedPrompt(
     ),
     task="weather",
 )
+ASKED = Question(to_messages(PROMPT), {})
 RECEIPT = Receipt("chatcmpl-1", "cacheslide", "partial", "", 12, 9, 3, 0.25, False).to_dict()
 SETTINGS = {"namespace": "tenant", "session": "run-1", "reuse": True, "policy": "cacheslide"}
 names = st.text(min_size=1, max_size=20)
@@ -156,7 +158,7 @@ def test_digests_tell_neighbouring_prompts_apart() -> None:
 
 
 def test_server_that_wants_plans_gets_one_it_can_check(server: OpenAIServer) -> None:
-    RemoteChat(server.url).generate(to_messages(PROMPT), SETTINGS)
+    RemoteChat(server.url).call(Question(to_messages(PROMPT), SETTINGS)).generate()
     (plan,) = server.plans
     assert plan == plan_of(PROMPT, namespace="tenant", session="run-1", policy="cacheslide")
     (body,) = server.bodies()
@@ -167,7 +169,9 @@ def test_server_that_wants_plans_gets_one_it_can_check(server: OpenAIServer) -> 
 
 
 def test_reuse_switched_off_asks_the_server_for_a_dense_answer(server: OpenAIServer) -> None:
-    RemoteChat(server.url).generate(to_messages(PROMPT), {**SETTINGS, "reuse": False})
+    RemoteChat(server.url).call(
+        Question(to_messages(PROMPT), {**SETTINGS, "reuse": False})
+    ).generate()
     assert [plan.policy for plan in server.plans] == ["recompute"]
 
 
@@ -176,9 +180,9 @@ def test_plan_can_be_bound_to_the_servers_own_tokens(
 ) -> None:
     remote = RemoteChat(
         server.url,
-        cut=lambda messages, task, tools: encoder.encode(from_messages(messages, task)),
+        cut=lambda messages, task, tools, namespace: encoder.encode(from_messages(messages, task)),
     )
-    remote.generate(to_messages(PROMPT), SETTINGS)
+    remote.call(Question(to_messages(PROMPT), SETTINGS)).generate()
     (plan,) = server.plans
     assert (plan.unit, plan.digest) == ("tokens", digest_of_ids(encoder.encode(PROMPT).ids))
 
@@ -186,7 +190,7 @@ def test_plan_can_be_bound_to_the_servers_own_tokens(
 @pytest.mark.parametrize("in_answer", [True, False])
 def test_servers_own_receipt_is_the_answers(server: OpenAIServer, in_answer: bool) -> None:
     server.receipt, server.receipt_in_answer = RECEIPT, in_answer
-    message: Any = RemoteChat(server.url).generate(to_messages(PROMPT), {}).generations[0].message
+    message: Any = RemoteChat(server.url).call(ASKED).generate().generations[0].message
     assert message.response_metadata["cacheslide"] == RECEIPT
     assert message.usage_metadata["input_token_details"] == {"cache_read": 9, "cache_creation": 3}
     assert server.asked("/v1/cacheslide/receipts/chatcmpl-1") == (0 if in_answer else 1)
@@ -194,7 +198,7 @@ def test_servers_own_receipt_is_the_answers(server: OpenAIServer, in_answer: boo
 
 def test_stream_fetches_its_receipt_afterwards(server: OpenAIServer) -> None:
     server.receipt = RECEIPT
-    last = [*RemoteChat(server.url).stream(to_messages(PROMPT), {})][-1].message
+    last = [*RemoteChat(server.url).call(ASKED).stream()][-1].message
     assert isinstance(last, AIMessageChunk)
     assert last.response_metadata["cacheslide"] == RECEIPT
     assert last.usage_metadata is not None
@@ -208,7 +212,7 @@ def test_receipt_that_is_missing_or_none_never_fails_the_answer(
     server: OpenAIServer, receipt: dict[str, Any] | None
 ) -> None:
     server.receipt = receipt
-    message = RemoteChat(server.url).generate(to_messages(PROMPT), {}).generations[0].message
+    message = RemoteChat(server.url).call(ASKED).generate().generations[0].message
     assert message.content == "Does it?"
     found = message.response_metadata["cacheslide"]
     assert (found["outcome"], found["reason"], found["exact"]) == ("declined", NO_RECEIPT, False)
@@ -216,7 +220,7 @@ def test_receipt_that_is_missing_or_none_never_fails_the_answer(
 
 def test_server_of_another_version_gets_no_plan(server: OpenAIServer) -> None:
     server.status = {"plan_versions": [7]}
-    message = RemoteChat(server.url).generate(to_messages(PROMPT), {}).generations[0].message
+    message = RemoteChat(server.url).call(ASKED).generate().generations[0].message
     assert message.response_metadata["cacheslide"]["reason"] == (
         "the server reads plan versions [7], not 1"
     )
@@ -225,7 +229,7 @@ def test_server_of_another_version_gets_no_plan(server: OpenAIServer) -> None:
 
 def test_prompt_that_cannot_be_planned_is_answered_without_a_plan(server: OpenAIServer) -> None:
     many = [HumanMessage(f"message {i}") for i in range(MOST_CHUNKS + 1)]
-    message = RemoteChat(server.url).generate(many, {}).generations[0].message
+    message = RemoteChat(server.url).call(Question(many, {})).generate().generations[0].message
     assert message.content == f"message {MOST_CHUNKS}"
     reason = message.response_metadata["cacheslide"]["reason"]
     assert reason.startswith("no chunk plan was sent: the chunk plan cannot be used: it has 1025")
@@ -236,7 +240,7 @@ def test_picture_is_sent_as_it_is_without_a_plan(server: OpenAIServer) -> None:
     server.pieces = [{"content": "a cat"}]
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     asked = HumanMessage([{"type": "text", "text": "What is this?"}, picture])
-    message = RemoteChat(server.url).generate([asked], {}).generations[0].message
+    message = RemoteChat(server.url).call(Question([asked], {})).generate().generations[0].message
     assert message.content == "a cat"
     assert message.response_metadata["cacheslide"]["reason"].startswith("no chunk plan was sent")
     (body,) = server.bodies()

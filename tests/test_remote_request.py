@@ -18,6 +18,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cacheslide_agents.errors import PromptError
 from langchain_cacheslide import from_messages
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote_request import as_openai, body_of, knobs_of
 
 ASK = [HumanMessage("hi")]
@@ -106,9 +107,9 @@ def test_call_of_the_older_form_is_sent_in_the_newer_one_with_its_result() -> No
 
 def test_tools_in_openais_form_are_sent_as_they_are() -> None:
     given = convert_to_openai_tool(add)
-    body = body_of(ASK, {}, tools=[given], tool_choice="required")
+    body = body_of(Question(ASK, {}, tools=[given], tool_choice="required"))
     assert (body["tools"], body["tool_choice"]) == ([given], "required")
-    assert body_of(ASK, {}, tool_choice="required").keys() == {"messages"}
+    assert body_of(Question(ASK, {}, tool_choice="required")).keys() == {"messages"}
 
 
 @pytest.mark.parametrize(
@@ -131,22 +132,22 @@ def test_tools_in_openais_form_are_sent_as_they_are() -> None:
 def test_settings_are_sent_unless_they_are_none(
     settings: dict[str, Any], sent: dict[str, Any]
 ) -> None:
-    body = body_of(ASK, settings)
+    body = body_of(Question(ASK, settings))
     assert body == {"messages": [{"role": "user", "content": "hi"}], **sent}
 
 
 def test_prompt_that_cannot_be_sent_is_refused_before_any_request() -> None:
     with pytest.raises(PromptError, match="no messages"):
-        body_of([], {})
+        body_of(Question([], {}))
     with pytest.raises(PromptError, match="message 1 holds half a surrogate pair at character 2"):
-        body_of([*ASK, HumanMessage("a \ud83d")], {})
-    sent = body_of([HumanMessage("a \U0001f642")], {})
+        body_of(Question([*ASK, HumanMessage("a \ud83d")], {}))
+    sent = body_of(Question([HumanMessage("a \U0001f642")], {}))
     assert sent["messages"][0]["content"] == "a \U0001f642"
 
 
 def test_response_format_is_passed_on() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-    assert body_of(ASK, {}, response_format=schema)["response_format"] == schema
+    assert body_of(Question(ASK, {}, response_format=schema))["response_format"] == schema
 
 
 def test_knobs_at_their_off_values_are_not_sent() -> None:

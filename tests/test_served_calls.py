@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import openai
 import pytest
 from langchain_core import exceptions as langchain
 from langchain_core.messages import (
@@ -22,7 +23,6 @@ from langchain_core.messages import (
 
 from cacheslide_agents.errors import RequestError
 from langchain_cacheslide import ChatCacheSlide
-from langchain_cacheslide.deadline import awhole
 from langchain_cacheslide.remote_question import Patience
 from langchain_cacheslide.remote_receipt import NO_PLUGIN
 from langchain_cacheslide.remote_server import Server
@@ -48,20 +48,21 @@ def chat(server: OpenAIServer) -> ChatCacheSlide:
 
 @pytest.fixture
 def clients(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those that are made, and not views of them."""
+    """Those that hold connections of their own, and not views of them."""
     made: list[Any] = []
-    make = Server._made
 
-    def kept(server: Server) -> Any:
-        made.append(make(server))
-        return made[-1]
+    class Kept(openai.AsyncOpenAI):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            if given.get("http_client") is None:
+                made.append(self)
 
-    monkeypatch.setattr(Server, "_made", kept)
+    monkeypatch.setattr(openai, "AsyncOpenAI", Kept)
     return made
 
 
-def loop_threads() -> int:
-    return sum(thread.name == "cacheslide-loop" for thread in threading.enumerate())
+def loop_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "cacheslide-loop"}
 
 
 async def gathered(stream: Any) -> str:
@@ -74,7 +75,7 @@ def test_calls_of_different_patience_share_client_thread_and_status(
     before = loop_threads()
     for seconds in range(50, 56):
         assert chat.invoke("Go", timeout=seconds / 3, max_retries=seconds).content == "Go"
-    assert loop_threads() == before + 1
+    assert len(loop_threads() - before) == 1
     assert len(clients) == 1
     assert server.asked("/v1/models") == server.asked("/v1/cacheslide/status") == 1
 
@@ -106,43 +107,25 @@ def test_retries_of_a_call_are_its_own(
 
 
 def test_caller_with_more_time_asks_again_for_names_that_another_gave_up(
-    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
+    server: OpenAIServer,
 ) -> None:
-    told, joined = Server(server.url, None, None), threading.Event()
-    asked: list[float | None] = []
-
-    async def names(_: Server, patience: Patience) -> list[str]:
-        asked.append(patience.timeout)
-        joined.set()
-        if len(asked) == 1:
-            await awhole(asyncio.Event().wait, patience.timeout)
-        return ["tiny"]
-
-    monkeypatch.setattr(Server, "_names", names)
+    told, server.late = Server(server.url, None, None), ("/v1/models",)
     with ThreadPoolExecutor(2) as pool:
-        hasty = pool.submit(told.facts, Patience(SHORT_S))
-        assert joined.wait(AMPLE_S)
+        hasty = pool.submit(told.facts, Patience(2 * SHORT_S))
+        assert server.holding.wait(AMPLE_S)
+        server.late = ()
         calm = pool.submit(told.facts, Patience(AMPLE_S))
         with pytest.raises(langchain.ModelTimeoutError):
             hasty.result()
         assert calm.result().model == "tiny"
+    assert server.asked("/v1/models") == 2
 
 
-def test_caller_in_haste_leaves_the_status_to_the_others(
-    server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told, released = Server(server.url, None, "tiny"), threading.Event()
-
-    async def late(seconds: float) -> object:
-        await asyncio.to_thread(released.wait, seconds)
-        return {"plan_versions": [1]}
-
-    def status(server: Server, path: str, seconds: float) -> Awaitable[object]:
-        return awhole(lambda: late(seconds), seconds)
-
-    monkeypatch.setattr(Server, "_told", status)
+def test_caller_in_haste_leaves_the_status_to_the_others(server: OpenAIServer) -> None:
+    told, server.late = Server(server.url, None, "tiny"), ("/v1/cacheslide/status",)
+    server.status = {"plan_versions": [1]}
     assert told.facts(Patience(SHORT_S)).reason == NO_PLUGIN
-    released.set()
+    server.released.set()
     assert told.facts(Patience()).reason == ""
 
 

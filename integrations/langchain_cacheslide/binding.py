@@ -22,6 +22,8 @@ from cacheslide_agents.sampling import Grammar
 ToolLike = Mapping[str, Any] | type | Callable[..., Any] | BaseTool
 Schema = Mapping[str, Any] | type
 
+_SCHEMA = {"type", "properties", "$ref", "anyOf"}
+"""Keys of which a JSON schema has at least one."""
 _MODES = {"auto": "auto", "none": "none", "any": "required", "required": "required"}
 
 
@@ -46,15 +48,23 @@ class Demand:
         return {"type": "function", "function": {"name": self.choice.removeprefix("name:")}}
 
     @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    @property
     def reads_calls(self) -> bool:
         return bool(self.tools) and self.choice != "none"
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer has a form from its first token on, so that no thought precedes it."""
+        return self.answer is not None or self.choice not in ("auto", "none")
 
     def grammar(self, style: CallFormat) -> Grammar | None:
         """What the answer must match, for a model that writes calls in `style`."""
         if not self.tools:
             return self.answer
-        names = [tool["function"]["name"] for tool in self.tools]
-        twice = {name for name in names if names.count(name) > 1}
+        twice = {name for name in self.names if self.names.count(name) > 1}
         if twice:
             raise RequestError(f"two tools are named {', '.join(sorted(twice))}; names must differ")
         if self.answer is not None and self.choice == "none":
@@ -171,7 +181,9 @@ def json_schema(schema: Any) -> dict[str, Any]:
             schema, "schema", None
         )
         return dict(describe())
-    if isinstance(schema, Mapping) and schema.keys() & {"type", "properties", "$ref", "anyOf"}:
+    if isinstance(schema, Mapping) and schema.get("type") == "json_schema":
+        schema = (openai_format(schema) or {})["json_schema"]["schema"]
+    if isinstance(schema, Mapping) and schema.get("type") != "function" and _SCHEMA & {*schema}:
         return dict(schema)
     try:
         return convert_to_json_schema(schema)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput, ModelProfile
@@ -31,10 +31,13 @@ from langchain_cacheslide.fields import ChatFields
 from langchain_cacheslide.local import LocalCall
 from langchain_cacheslide.messages import to_messages, to_prompt_value
 from langchain_cacheslide.profile import profile_of
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.request import prepare
 from langchain_cacheslide.results import PROVIDER
-from langchain_cacheslide.served import ServedCall
 from langchain_cacheslide.template import TemplateRunnable
+
+if TYPE_CHECKING:
+    from langchain_cacheslide.remote_call import RemoteCall
 
 
 class ChatCacheSlide(ChatFields):
@@ -50,7 +53,7 @@ class ChatCacheSlide(ChatFields):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._check_place()
+        self._settle_place()
         parameters.sampling(self._settings())
         return self
 
@@ -61,15 +64,15 @@ class ChatCacheSlide(ChatFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """What an answer depends on, and the namespace: LangChain's own cache keys on these."""
-        named = isinstance(self.backend, str)
-        where = {"base_url": self.base_url} if self.is_remote else {}
-        return {
-            **where,
-            "backend": self.backend if named else type(self.backend).__name__,
-            "backend_options": self.backend_options,
-            **self._settings(),
-            "model": self.model if named else self.backend.model_id,
-        }
+        told = {"backend_options": self.backend_options, **self._settings()}
+        if self.is_remote:
+            return {"base_url": self.base_url, **told}
+        if isinstance(self.backend, str):
+            return {"backend": self.backend, **told}
+        # Two models may have one name: two folders of the same name, one folder in two precisions.
+        weights = getattr(self.backend, "fingerprint", None) or id(self.backend)
+        about = {"backend": type(self.backend).__name__, "weights": weights}
+        return {**about, **told, "model": self.backend.model_id}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop, **kwargs)
@@ -100,7 +103,7 @@ class ChatCacheSlide(ChatFields):
         given: Mapping[str, Any],
         *,
         streamed: bool = False,
-    ) -> LocalCall | ServedCall:
+    ) -> LocalCall | RemoteCall:
         """One call, checked and ready; loads the backend if need be."""
         settings = parameters.merge(self._settings(), stop, given)
         if streamed:
@@ -108,10 +111,17 @@ class ChatCacheSlide(ChatFields):
         if self.is_remote:
             parameters.sampling(settings)
             server = self.loader.server(self.base_url or "", self.api_key, settings["model"])
-            return ServedCall(server, messages, settings, demand(settings))
+            return server.call(Question.of(messages, settings))
         if not isinstance(self.backend, str) and "model" in given:
             self._check_model_of(self.backend, settings["model"])
         return LocalCall(prepare(self._backend, self.loader, messages, settings))
+
+    def _should_stream(self, **kwargs: Any) -> bool:
+        """LangChain also streams where only a callback listens, and its streams have no place for
+        several answers."""
+        if kwargs.get("n", self.n) != 1 and not kwargs.get("stream"):
+            return False
+        return super()._should_stream(**kwargs)
 
     def _generate(
         self,
@@ -165,10 +175,13 @@ class ChatCacheSlide(ChatFields):
             return TemplateRunnable(template=other) | self
         return super().__ror__(other)
 
-    def to_messages(self, prompt: ChunkedPrompt) -> list[BaseMessage]:
+    def to_messages(
+        self, prompt: ChunkedPrompt, *, namespace: str | None = None
+    ) -> list[BaseMessage]:
         """`prompt` as messages whose chunks this model knows again, whatever becomes of their
-        annotations: for agents and middleware that rebuild messages."""
-        self.loader.plans.remember(prompt)
+        annotations: for agents and middleware that rebuild messages. `namespace`: that of the
+        calls to come, if it is not the model's own."""
+        self.loader.plans.remember(prompt, self.namespace if namespace is None else namespace)
         return to_messages(prompt)
 
     def get_token_ids(self, text: str) -> list[int]:

@@ -8,12 +8,12 @@ it reads and the tries it has left; a generator that computes is closed after it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, closing
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from cacheslide_agents.errors import RequestTimeoutError
 
@@ -33,21 +33,23 @@ async def awhole(ask: Callable[[], Awaitable[T]], seconds: float | None) -> T:
         raise RequestTimeoutError(seconds or 0.0) from None
 
 
-def within(start: Callable[[], Iterator[T]], seconds: float | None) -> Generator[T, None, None]:
+def within(
+    start: Callable[[], Generator[T, None, None]], seconds: float | None
+) -> Generator[T, None, None]:
     """What `start()` yields. Its generator is closed with this one, or at its next item then."""
     if seconds is not None:
         yield from _watched(start, seconds)
         return
-    with closing(cast("Generator[T, None, None]", start())) as stream:
+    with closing(start()) as stream:
         yield from stream
 
 
 async def awithin(
-    start: Callable[[], AsyncIterator[T]], seconds: float | None
+    start: Callable[[], AsyncGenerator[T, None]], seconds: float | None
 ) -> AsyncGenerator[T, None]:
     """The same for asyncio."""
     deadline = None if seconds is None else monotonic() + seconds
-    async with aclosing(cast("AsyncGenerator[T, None]", start())) as stream:
+    async with aclosing(start()) as stream:
         while True:
             left = None if deadline is None else deadline - monotonic()
             try:
@@ -62,7 +64,9 @@ async def awithin(
             yield item
 
 
-def _watched(start: Callable[[], Iterator[T]], seconds: float) -> Generator[T, None, None]:
+def _watched(
+    start: Callable[[], Generator[T, None, None]], seconds: float
+) -> Generator[T, None, None]:
     """A thread waits in our place, for a generator that computes cannot be closed from outside."""
     queue: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
     left = Event()
@@ -83,9 +87,11 @@ def _watched(start: Callable[[], Iterator[T]], seconds: float) -> Generator[T, N
         left.set()
 
 
-def _pump(start: Callable[[], Iterator[Any]], queue: SimpleQueue[Any], left: Event) -> None:
+def _pump(
+    start: Callable[[], Generator[Any, None, None]], queue: SimpleQueue[Any], left: Event
+) -> None:
     try:
-        with closing(cast("Generator[Any, None, None]", start())) as stream:
+        with closing(start()) as stream:
             for item in stream:
                 queue.put((item, None))
                 if left.is_set():

@@ -26,7 +26,8 @@ class ChatFields(BaseChatModel):
     """Alias, local directory or hub id, or the server's name for it; `None` takes the default.
     Environment: `CACHESLIDE_MODEL`."""
     backend: Any = Field(default_factory=from_env("CACHESLIDE_BACKEND", default="torch"))
-    """The name of an installed backend, or a `Backend` (which then says what the model is).
+    """The name of an installed backend, or a `Backend` (which then says what the model is); `None`
+    where a server answers.
     Environment: `CACHESLIDE_BACKEND`."""
     backend_options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the backend's constructor: `device`, `dtype`, budgets."""
@@ -77,18 +78,26 @@ class ChatFields(BaseChatModel):
     @property
     def is_remote(self) -> bool:
         """Whether a server answers."""
-        given = self.model_fields_set
-        return self.base_url is not None and ("base_url" in given or "backend" not in given)
+        return self.base_url is not None
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in parameters.SETTINGS}
 
-    def _check_place(self) -> None:
-        """`RequestError` if it is not clear who should answer."""
-        if {"base_url", "backend"} <= self.model_fields_set and self.base_url is not None:
-            raise RequestError("base_url and backend exclude each other; leave one of them out")
-        if self.is_remote or isinstance(self.backend, str):
-            return
+    def _settle_place(self) -> None:
+        """Keep one of `base_url` and `backend`, so that a model made of this one's fields asks in
+        the same place. `RequestError` if it is not clear who should answer.
+        """
+        given = self.model_fields_set
+        if self.base_url is not None and "backend" in given and self.backend is not None:
+            if "base_url" in given:
+                raise RequestError("base_url and backend exclude each other; leave one of them out")
+            self.base_url = None
+        if self.base_url is not None:
+            self.backend = None
+        elif not isinstance(self.backend, str):
+            self._check_backend()
+
+    def _check_backend(self) -> None:
         if not isinstance(self.backend, Backend):
             raise RequestError(
                 f"backend={self.backend!r} must be a backend's name or a Backend instance"

@@ -13,6 +13,7 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
 from cacheslide_agents.backend import GenerationChunk
 from langchain_cacheslide.deadline import awithin, within
+from langchain_cacheslide.local_errors import as_langchain
 from langchain_cacheslide.request import Prepared
 from langchain_cacheslide.results import Answer, Answers
 
@@ -52,8 +53,14 @@ class LocalCall:
 
     def _chunks(self) -> Generator[GenerationChunk, None, None]:
         prepared = self.prepared
-        return within(lambda: prepared.backend.generate(prepared.request), prepared.timeout)
+        stream = within(lambda: prepared.backend.generate(prepared.request), prepared.timeout)
+        with as_langchain(), closing(stream) as chunks:
+            yield from chunks
 
-    def _achunks(self) -> AsyncGenerator[GenerationChunk, None]:
+    async def _achunks(self) -> AsyncGenerator[GenerationChunk, None]:
         prepared = self.prepared
-        return awithin(lambda: prepared.backend.agenerate(prepared.request), prepared.timeout)
+        stream = awithin(lambda: prepared.backend.agenerate(prepared.request), prepared.timeout)
+        with as_langchain():
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    yield chunk

@@ -8,12 +8,12 @@ the tries it would still make.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from concurrent.futures import Future
 from contextlib import aclosing
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 from weakref import finalize
 
 T = TypeVar("T")
@@ -43,12 +43,12 @@ class LoopThread:
         finally:
             future.cancel()
 
-    def items(self, start: Callable[[], AsyncIterator[T]]) -> Generator[T, None, None]:
+    def items(self, start: Callable[[], AsyncGenerator[T, None]]) -> Generator[T, None, None]:
         """What `start()` yields, read ahead. Closing this generator cancels the reading."""
         queue: SimpleQueue[tuple[T] | None] = SimpleQueue()
 
         async def read() -> None:
-            async with aclosing(cast("Any", start())) as stream:
+            async with aclosing(start()) as stream:
                 async for item in stream:
                     queue.put((item,))
 

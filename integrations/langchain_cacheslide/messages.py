@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from langchain_core.messages import BaseMessage, convert_to_messages
@@ -20,7 +21,7 @@ from langchain_core.prompt_values import ChatPromptValue
 
 from cacheslide_agents.chunks import Chunk, ChunkedPrompt, Message, Role
 from cacheslide_agents.prompt.auto import chunk_messages
-from cacheslide_agents.prompt.wire import ChunkPlans, plan_key
+from cacheslide_agents.prompt.wire import ChunkPlans, plan_key, shared_task
 from langchain_cacheslide.dialogue import to_dict
 
 KEY = "cacheslide"
@@ -58,34 +59,40 @@ def from_messages(messages: Sequence[BaseMessage], task: str | None = None) -> C
 
 
 def read_messages(
-    messages: Sequence[BaseMessage], task: str | None = None, plans: ChunkPlans | None = None
+    messages: Sequence[BaseMessage],
+    task: str | None = None,
+    plans: ChunkPlans | None = None,
+    namespace: str = "default",
 ) -> Reading:
     """The same, with chunks from the side channel where annotations were lost.
 
-    Annotated prompts are remembered in `plans` for turns to come.
+    Annotated prompts are remembered in `plans`, within `namespace`, for turns to come.
     """
     dialogue = [to_dict(message) for message in messages]
     automatic = chunk_messages(dialogue)
     taken = {chunk.id for chunk in automatic.chunks()}
-    cutter = _Cutter(plans or ChunkPlans(), taken)
+    known = plans or ChunkPlans()
+    cutter = _Cutter(known, namespace, taken)
     rows = zip(automatic.messages, dialogue, messages, strict=True)
     cut = tuple(
         cutter.cut(index, message, given["content"], _announced(original))
         for index, (message, given, original) in enumerate(rows)
     )
-    prompt = ChunkedPrompt(cut, task or next(iter(cutter.tasks), automatic.task))
-    if plans is not None and cutter.annotated:
-        plans.remember(replace(prompt, messages=tuple(cutter.annotated)))
+    told = task or next(iter(cutter.tasks), None) or _recalled_task(automatic, known, namespace)
+    prompt = ChunkedPrompt(cut, told or automatic.task)
+    if cutter.annotated:
+        known.remember(replace(prompt, messages=tuple(cutter.annotated)), namespace)
     return Reading(prompt, cutter.outcome)
 
 
 class _Cutter:
     """Cuts message after message, and keeps count of where the chunks came from."""
 
-    def __init__(self, plans: ChunkPlans, taken: set[str]) -> None:
+    def __init__(self, plans: ChunkPlans, namespace: str, taken: set[str]) -> None:
         self.tasks: list[str] = []
         self.annotated: list[Message] = []
         self._plans = plans
+        self._namespace = namespace
         self._taken = taken
         self._recalled = 0
         self._changed: list[int] = []
@@ -107,10 +114,9 @@ class _Cutter:
             named = replace(message, chunks=tuple(self._named(*pair) for pair in chunks))
             self.annotated.append(named)
             return named
-        plan = self._plans.recall(message) if message.chunks else None
+        plan = self._plans.recall(message, self._namespace) if message.chunks else None
         if plan is not None and self._taken.isdisjoint(name for name, _, _ in plan.chunks):
             self._recalled += 1
-            self.tasks.append(plan.task)
             self._taken.update(name for name, _, _ in plan.chunks)
             return replace(message, chunks=plan.cut(message.content))
         if plan is None and announced not in (None, plan_key(message)):
@@ -125,6 +131,12 @@ class _Cutter:
         self._taken.add(name)
         role = note.get("role")
         return Chunk(name, chunk.text, Role(role) if role in tuple(Role) else chunk.role)
+
+
+def _recalled_task(prompt: ChunkedPrompt, plans: ChunkPlans, namespace: str) -> str | None:
+    """What the messages before the first answer are known to be, if they agree."""
+    opening = takewhile(lambda message: message.role != "assistant", prompt.messages)
+    return shared_task(plans.recall(message, namespace) for message in opening if message.chunks)
 
 
 def _to_message(message: Message, task: str) -> BaseMessage:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from threading import RLock
 from typing import Annotated, Any, NotRequired
 from uuid import uuid4
 
@@ -70,20 +71,23 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         self._system = system_prompt
         self._schemas = [openai_tool(tool) for tool in tools]
         self._is_warm = model is None or system_prompt is None
+        self._warming = RLock()
         self._asked: dict[str, SessionHints] = {}
         self._pinned: dict[str, SessionHints] = {}
 
     def warm(self) -> None:
         """Compute and keep what every run's prompt begins with; ahead of the first run, say."""
-        if self._model is not None and self._system is not None:
-            told = self._system
-            system = SystemMessage(told) if isinstance(told, str) else told
-            warm(self._model, [marked_system(system)], tools=self._schemas, task=self._task)
-        self._is_warm = True
+        with self._warming:
+            if self._model is not None and self._system is not None:
+                told = self._system
+                system = SystemMessage(told) if isinstance(told, str) else told
+                warm(self._model, [marked_system(system)], tools=self._schemas, task=self._task)
+            self._is_warm = True
 
     def before_agent(self, state: CacheSlideState, runtime: Runtime[Any]) -> dict[str, Any] | None:
-        if not self._is_warm:
-            self.warm()
+        with self._warming:
+            if not self._is_warm:
+                self.warm()
         return {"cacheslide_session": _session(runtime)}
 
     async def abefore_agent(
@@ -122,13 +126,13 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
     ) -> Outcome:
         """The session stays pinned until the model has seen the result.
 
-        A tool that raises unpins at once, even with others still running: its run may end here.
+        A tool that raises ends that at once, even with others still running: its run may end here.
         """
         self._pin(request.state)
         try:
             return handler(request)
         except BaseException:
-            self._unpin(request.state)
+            self._forget(request.state)
             raise
 
     async def awrap_tool_call(
@@ -138,7 +142,7 @@ class CacheSlideMiddleware(AgentMiddleware[CacheSlideState, Any, Any]):
         try:
             return await handler(request)
         except BaseException:
-            self._unpin(request.state)
+            self._forget(request.state)
             raise
 
     def after_agent(self, state: CacheSlideState, runtime: Runtime[Any]) -> None:

@@ -13,13 +13,15 @@ from typing import Any
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall
-from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCall, ToolCallChunk
 from langchain_core.messages.tool import tool_call_chunk as make_chunk
 from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
+from langchain_cacheslide.results import PROVIDER
 from langchain_cacheslide.toolcalls import JsonScanner
+from langchain_cacheslide.usage import usage
 
 Receipt = Mapping[str, Any]
 
@@ -125,22 +127,11 @@ def usage_of(given: Mapping[str, Any] | None, receipt: Receipt | None) -> UsageM
     if not given:
         return None
     prompt, output = int(given.get("prompt_tokens") or 0), int(given.get("completion_tokens") or 0)
-    if receipt is not None:
-        reused = int(receipt["reused_tokens"])
-        details = InputTokenDetails(cache_read=reused, cache_creation=max(0, prompt - reused))
-    else:
-        read = cached_tokens(given)
-        details = InputTokenDetails() if read is None else InputTokenDetails(cache_read=read)
-    usage = UsageMetadata(
-        input_tokens=prompt,
-        output_tokens=output,
-        total_tokens=prompt + output,
-        input_token_details=details,
-    )
     thought = (given.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    if thought is not None:
-        usage["output_token_details"] = OutputTokenDetails(reasoning=thought)
-    return usage
+    if receipt is None:
+        return usage(prompt, output, reused=cached_tokens(given), thought=thought)
+    reused = int(receipt["reused_tokens"])
+    return usage(prompt, output, reused=reused, stored=max(0, prompt - reused), thought=thought)
 
 
 def cached_tokens(usage: Mapping[str, Any]) -> int | None:
@@ -175,6 +166,7 @@ def _metadata(
     return {
         "finish_reason": finish_reason,
         "model_name": facts.get("model"),
+        "model_provider": PROVIDER,
         "cacheslide": dict(receipt),
     }
 

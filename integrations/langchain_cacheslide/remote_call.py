@@ -1,124 +1,139 @@
-"""One request, from what the caller asked to what the client sends.
+"""One call to a server that speaks OpenAI's API.
 
-In: messages, settings, tools, and what is known of the server. Out: a `Call` with the arguments of
-the `openai` client, the chunk plan included if the server wants one.
+In: a server, a question. Out: LangChain's chunks as the answer comes, or all of its answers.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
-from langchain_core.messages import BaseMessage
-from langchain_core.outputs import ChatGenerationChunk
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
 
-from cacheslide_agents.chunks import ChunkedPrompt, EncodedPrompt
-from cacheslide_agents.errors import PromptError, RequestError
-from cacheslide_agents.prompt.wire_plan import plan_of
-from langchain_cacheslide.messages import from_messages
-from langchain_cacheslide.parameters import DENSE
-from langchain_cacheslide.remote_answer import StreamedAnswer
+from cacheslide_agents.errors import CacheSlideError, RequestTimeoutError
+from langchain_cacheslide.deadline import awhole, awithin
+from langchain_cacheslide.question import Question
+from langchain_cacheslide.remote_answer import expect_answers, result_of, usage_of
+from langchain_cacheslide.remote_errors import ServerConnectionError, failure
+from langchain_cacheslide.remote_exchange import Cut, Exchange, plain, prepared
 from langchain_cacheslide.remote_question import Patience
-from langchain_cacheslide.remote_request import body_of, knobs_of
-from langchain_cacheslide.remote_server import Facts
-
-Cut = Callable[
-    [Sequence[BaseMessage], str | None, Sequence[Any] | None], ChunkedPrompt | EncodedPrompt
-]
-"""The chunks of messages, with a task (`None`: the messages' own) and tools."""
+from langchain_cacheslide.remote_receipt import NO_RECEIPT, receipt_in, receipt_without
+from langchain_cacheslide.remote_server import Server
 
 
-@dataclass
-class Call:
-    """One request and what has come back. `reason` says why it carries no plan; "" if it does."""
+@dataclass(frozen=True, slots=True)
+class RemoteCall:
+    """May be asked several times. `cut` finds the chunks of its messages."""
 
-    arguments: dict[str, Any]
-    reason: str
-    knobs: Mapping[str, Any]
-    patience: Patience
-    answer: StreamedAnswer = field(default_factory=StreamedAnswer)
-    started: float = field(default_factory=time.perf_counter)
-    ttft_s: float = 0.0
+    server: Server
+    cut: Cut
+    question: Question
 
-    def add(self, event: Any) -> ChatGenerationChunk | None:
-        """What a stream's event says, in LangChain's words; `None` if nothing."""
-        chunk = self.answer.add(plain(event))
-        if chunk is not None and self.answer.pieces == 1:
-            self.ttft_s = time.perf_counter() - self.started
-        return chunk
+    def stream(self) -> Generator[ChatGenerationChunk, None, None]:
+        """The answer as it comes; closing the generator closes the connection, at any time."""
+        exchange = self._prepared(stream=True)
+        with self._failures(exchange):
+            with closing(self.server.loop.items(lambda: self._events(exchange))) as events:
+                for event in events:
+                    if (chunk := exchange.add(event)) is not None:
+                        yield chunk
+            yield self._end(exchange)
 
+    async def astream(self) -> AsyncGenerator[ChatGenerationChunk, None]:
+        """As `stream`; cancelling the task closes the connection, too."""
+        # Asking for the model and cutting a long prompt would hold up the event loop.
+        exchange = await asyncio.to_thread(self._prepared, stream=True)
+        with self._failures(exchange):
+            async with aclosing(self._events(exchange)) as events:
+                async for event in events:
+                    if (chunk := exchange.add(event)) is not None:
+                        yield chunk
+            yield await asyncio.to_thread(self._end, exchange)
 
-def prepared(
-    facts: Facts,
-    cut: Cut,
-    messages: Sequence[BaseMessage],
-    settings: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-    tool_choice: str | Mapping[str, Any] | None,
-    response_format: Mapping[str, Any] | None,
-    *,
-    stream: bool,
-) -> Call:
-    """The call, ready to be sent. `RequestError` for settings that no server could honour."""
-    body = body_of(
-        messages, settings, tools=tools, tool_choice=tool_choice, response_format=response_format
-    )
-    policy, knobs = _policy_name(settings), knobs_of(settings)
-    extra, reason = dict(knobs), facts.reason
-    if not reason:
-        plan, reason = _plan(cut, messages, settings, policy, body.get("tools"))
-        extra |= plan
-    arguments = {**body, "model": facts.model, "stream": stream}
-    if stream:
-        arguments["stream_options"] = {"include_usage": True}
-    if extra:
-        arguments["extra_body"] = extra
-    return Call(arguments, reason, knobs, Patience.of(settings))
+    def generate(self) -> ChatResult:
+        """The whole answer, or all `n` of them."""
+        exchange = self._prepared(stream=False)
+        with self._failures(exchange):
+            answer = self.server.loop.result(lambda: self._answer(exchange))
+            return self._result(exchange, answer)
 
+    async def agenerate(self) -> ChatResult:
+        """As `generate`; cancelling the task closes the connection."""
+        exchange = await asyncio.to_thread(self._prepared, stream=False)
+        with self._failures(exchange):
+            answer = await self._answer(exchange)
+            return await asyncio.to_thread(self._result, exchange, answer)
 
-def cut_by_characters(
-    messages: Sequence[BaseMessage], task: str | None, tools: Sequence[Any] | None
-) -> ChunkedPrompt:
-    """Chunks of the text alone, which needs no tokenizer."""
-    return from_messages(messages, task)
+    def _prepared(self, *, stream: bool) -> Exchange:
+        facts = self.server.facts(Patience.of(self.question.settings))
+        return prepared(facts, self.cut, self.question, stream=stream)
 
+    def _events(self, exchange: Exchange) -> AsyncGenerator[Any, None]:
+        """What the server sends, until `timeout`; cancelling or closing it ends the connection."""
+        create = self.server.client(exchange.patience).chat.completions.create
 
-def plain(answer: Any) -> dict[str, Any]:
-    """What the client read, as plain values; it checks nothing but that it was JSON."""
-    if not hasattr(answer, "to_dict"):
-        raise ValueError(f"expected a JSON object, got {type(answer).__name__}")
-    return cast("dict[str, Any]", answer.to_dict(warnings=False))
+        async def read() -> AsyncGenerator[Any, None]:
+            events = await create(**exchange.arguments)
+            async with cast(Any, events):
+                async for event in events:
+                    yield event
 
+        return awithin(read, exchange.patience.timeout)
 
-def _plan(
-    cut: Cut,
-    messages: Sequence[BaseMessage],
-    settings: Mapping[str, Any],
-    policy: str | None,
-    tools: Sequence[Any] | None,
-) -> tuple[dict[str, Any], str]:
-    """The field that carries the plan, or why there is none; a plan is never worth an error."""
-    try:
-        plan = plan_of(
-            cut(messages, settings.get("task"), tools),
-            namespace=settings.get("namespace") or "default",
-            session=settings.get("session"),
-            policy=policy,
-        )
-    except (PromptError, RequestError) as error:
-        return {}, f"no chunk plan was sent: {error}"
-    return {"kv_transfer_params": {"cacheslide": plan.to_dict()}}, ""
+    async def _answer(self, exchange: Exchange) -> dict[str, Any]:
+        create = self.server.client(exchange.patience).chat.completions.create
+        return plain(await awhole(lambda: create(**exchange.arguments), exchange.patience.timeout))
 
+    def _end(self, exchange: Exchange) -> ChatGenerationChunk:
+        answer = exchange.answer
+        if answer.finish_reason is None:
+            raise ServerConnectionError(
+                f"the server at {self.server.url} ended the stream without a finish reason after "
+                f"{answer.pieces} pieces ({len(answer.text)} characters); the text is in the "
+                "error's `partial`",
+                partial=answer.text,
+                pieces=answer.pieces,
+            )
+        receipt, own = self._receipt(exchange, answer.facts)
+        usage = usage_of(answer.facts.get("usage"), receipt if own else None)
+        return answer.end(receipt, usage)
 
-def _policy_name(settings: Mapping[str, Any]) -> str | None:
-    """The policy to ask for, by name: its parameters stay the server's."""
-    if not settings.get("reuse", True):
-        return DENSE
-    policy = settings.get("policy")
-    if policy is None or isinstance(policy, str):
-        return policy
-    raise RequestError(
-        f"policy={policy!r}: a server takes a policy by its name, as in policy={policy.name!r}"
-    )
+    def _result(self, exchange: Exchange, answer: dict[str, Any]) -> ChatResult:
+        expect_answers(answer)
+        receipt, own = self._receipt(exchange, answer)
+        return result_of(answer, receipt, usage_of(answer.get("usage"), receipt if own else None))
+
+    def _receipt(
+        self, exchange: Exchange, answer: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], bool]:
+        """The receipt, and whether it is the server's own."""
+        if not exchange.reason:
+            answer_id = str(answer.get("id"))
+            found = receipt_in(answer) or self.server.receipt(answer_id, exchange.patience)
+            if found is not None:
+                return found, True
+        reason = exchange.reason or NO_RECEIPT
+        exact = bool(exchange.reason)
+        return receipt_without(reason, answer, exact=exact, ttft_s=exchange.ttft_s), False
+
+    @contextmanager
+    def _failures(self, exchange: Exchange) -> Iterator[None]:
+        """Whatever comes out of the client in here leaves as a `ServerError`."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, CacheSlideError) and not isinstance(error, RequestTimeoutError):
+                raise
+            ours = failure(
+                error,
+                url=self.server.url,
+                secret=self.server.api_key,
+                knobs=exchange.knobs,
+                partial=exchange.answer.text,
+                pieces=exchange.answer.pieces,
+            )
+            # The client's own error holds the request with its key, and the server's words as is.
+            raise ours from None

@@ -1,14 +1,13 @@
 """One call as the body of an OpenAI chat completion.
 
-In: LangChain messages and settings; tools and formats in OpenAI's form, as `Demand` has them. Out:
-the keyword arguments of the `openai` client's `chat.completions.create`. A plain server never sees
-a field that OpenAI's API does not have, except for the sampling settings it was explicitly asked
-for.
+In: a question. Out: the keyword arguments of the `openai` client's `chat.completions.create`. A
+plain server never sees a field that OpenAI's API does not have, except for the sampling settings it
+was explicitly asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from langchain_core.messages import (
@@ -21,6 +20,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from cacheslide_agents.errors import PromptError
 from langchain_cacheslide.dialogue import content_of
+from langchain_cacheslide.question import Question
 
 KNOBS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Settings beyond OpenAI's API under vLLM's names, with the value that switches each off."""
@@ -28,21 +28,15 @@ KNOBS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _STANDARD = ("temperature", "max_tokens", "top_p", "seed")
 
 
-def body_of(
-    messages: Sequence[BaseMessage],
-    settings: Mapping[str, Any],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    tool_choice: str | Mapping[str, Any] | None = None,
-    response_format: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def body_of(question: Question) -> dict[str, Any]:
     """The body but for `model`, `stream` and the chunk plan; `None` leaves a setting to the server.
 
     Raises `PromptError` for no messages and for text that is not Unicode.
     """
-    if not messages:
+    if not question.messages:
         raise PromptError("the prompt has no messages; give at least one")
-    body: dict[str, Any] = {"messages": [as_openai(message) for message in messages]}
+    settings = question.settings
+    body: dict[str, Any] = {"messages": [as_openai(message) for message in question.messages]}
     for place, message in enumerate(body["messages"]):
         _expect_unicode(place, message["content"])
     body |= {name: settings[name] for name in _STANDARD if settings.get(name) is not None}
@@ -51,14 +45,14 @@ def body_of(
     if (settings.get("n") or 1) > 1:
         body["n"] = settings["n"]
     body |= _logprobs(settings)
-    if tools:
-        body["tools"] = [_tool(tool, settings.get("strict")) for tool in tools]
+    if question.tools:
+        body["tools"] = [_tool(tool, settings.get("strict")) for tool in question.tools]
         if settings.get("parallel_tool_calls") is False:
             body["parallel_tool_calls"] = False
-        if tool_choice is not None:
-            body["tool_choice"] = tool_choice
-    if response_format is not None:
-        body["response_format"] = _format(response_format)
+        if question.tool_choice is not None:
+            body["tool_choice"] = question.tool_choice
+    if question.response_format is not None:
+        body["response_format"] = _format(question.response_format)
     return body
 
 

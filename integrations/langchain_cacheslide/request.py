@@ -44,15 +44,13 @@ def prepare(
     """
     sampling, policy = parameters.sampling(settings), parameters.policy(settings)
     wanted = demand(settings)
-    reading = read_messages(messages, settings["task"], loader.plans)
+    reading = read_messages(messages, settings["task"], loader.plans, settings["namespace"])
     backend = backend_of(settings["model"])
     encoder = loader.encoder(backend.tokenizer)
     encoded = encoder.encode(reading.prompt, tools=wanted.tools)
-    request = GenerationRequest(
-        prompt_ids=encoded.ids,
-        spans=encoded.spans,
+    request = GenerationRequest.of(
+        encoded,
         namespace=settings["namespace"],
-        task=encoded.task,
         session=settings["session"],
         sampling=sampling,
         grammar=wanted.grammar(encoder.call_format),
@@ -64,7 +62,8 @@ def prepare(
         request.retain,
         backend.tokenizer.decode,
         calls=encoder.call_format if wanted.reads_calls else None,
-        thinking=_ends_in_thought(encoded),
+        tools=frozenset(wanted.names),
+        thinking=_ends_in_thought(encoded) and not wanted.is_forced,
         plan=reading.plan,
     )
     return Prepared(backend, request, setup, settings["timeout"])

@@ -11,52 +11,36 @@ from typing import Any, cast
 from uuid import uuid4
 
 from langchain_core.messages import AIMessage, AIMessageChunk, message_chunk_to_message
-from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
+from langchain_core.messages.ai import UsageMetadata
 from langchain_core.messages.tool import ToolCallChunk
 from langchain_core.messages.tool import tool_call_chunk as make_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 
-from cacheslide_agents.backend import GenerationChunk, Receipt
+from cacheslide_agents.backend import GenerationChunk
 from cacheslide_agents.errors import BackendError
 from cacheslide_agents.prompt.calls import CallFormat
 from cacheslide_agents.sampling import TokenLogprob
 from langchain_cacheslide.reasoning import ThoughtSplitter
 from langchain_cacheslide.toolcalls import CallPiece, CallReader, joined
+from langchain_cacheslide.usage import usage
 
 PROVIDER = "cacheslide"
-
-
-def usage(
-    receipt: Receipt, output_tokens: int, *, retained: bool, reasoning: int = 0
-) -> UsageMetadata:
-    """Token counts. `cache_read`: reused and not recomputed; `cache_creation`: newly stored."""
-    details = InputTokenDetails(
-        cache_read=receipt.reused_tokens,
-        cache_creation=receipt.prompt_tokens - receipt.reused_tokens if retained else 0,
-    )
-    counts = UsageMetadata(
-        input_tokens=receipt.prompt_tokens,
-        output_tokens=output_tokens,
-        total_tokens=receipt.prompt_tokens + output_tokens,
-        input_token_details=details,
-    )
-    if reasoning:
-        counts["output_token_details"] = OutputTokenDetails(reasoning=reasoning)
-    return counts
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSetup:
     """What must be known to read an answer.
 
-    `spell`: the text of a token. `calls`: how calls are written, `None` where none is expected.
-    `thinking`: the prompt ended inside the model's thoughts. `plan`: where the chunks came from.
+    `spell`: the text of a token. `calls`: how calls are written, `None` where none is expected;
+    `tools`: the names of those that may be called. `thinking`: the prompt ended inside the model's
+    thoughts. `plan`: where the chunks came from.
     """
 
     model_name: str
     retained: bool
     spell: Callable[[int], str]
     calls: CallFormat | None = None
+    tools: frozenset[str] = frozenset()
     thinking: bool = False
     plan: str = "automatic"
 
@@ -95,7 +79,8 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._thoughts = ThoughtSplitter(self.setup.thinking)
-        self._calls = None if self.setup.calls is None else CallReader(self.setup.calls)
+        calls = self.setup.calls
+        self._calls = None if calls is None else CallReader(calls, self.setup.tools)
 
     def add(self, chunk: GenerationChunk) -> ChatGenerationChunk | None:
         """`None` for a chunk that says nothing yet (half of a UTF-8 character)."""
@@ -145,14 +130,16 @@ class Answer:
             "model_name": self.setup.model_name,
             "model_provider": PROVIDER,
         }
-        if chunk.receipt is not None:
-            receipt = {**chunk.receipt.to_dict(), "plan": self.setup.plan}
-            message.response_metadata["cacheslide"] = receipt
+        if (receipt := chunk.receipt) is not None:
+            told = {**receipt.to_dict(), "plan": self.setup.plan}
+            message.response_metadata["cacheslide"] = told
+            new = receipt.prompt_tokens - receipt.reused_tokens
             message.usage_metadata = usage(
-                chunk.receipt,
+                receipt.prompt_tokens,
                 self.output_tokens,
-                retained=self.setup.retained,
-                reasoning=self.reasoning_tokens,
+                reused=receipt.reused_tokens,
+                stored=new if self.setup.retained else 0,
+                thought=self.reasoning_tokens or None,
             )
         message.chunk_position = "last"
         return ChatGenerationChunk(message=message, generation_info={"finish_reason": reason})
@@ -191,12 +178,11 @@ class Answers:
         self._parts[chunk.index].append(self._answers[chunk.index].read(chunk))
 
     def result(self) -> ChatResult:
-        if not all(self._parts):
+        """Fewer than `n` where beams found no more that differ."""
+        given = [pair for pair in zip(self._answers, self._parts, strict=True) if pair[1]]
+        if not given:
             raise BackendError("the backend ended an answer without a word; look in its log")
-        generations = [
-            _whole(answer.told(Part.of(parts)))
-            for answer, parts in zip(self._answers, self._parts, strict=True)
-        ]
+        generations = [_whole(answer.told(Part.of(parts))) for answer, parts in given]
         for later in generations[1:]:
             message = cast(AIMessage, later.message)
             message.usage_metadata = _output_only(message.usage_metadata)

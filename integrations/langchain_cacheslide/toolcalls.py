@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from cacheslide_agents.prompt.calls import CallFormat
@@ -57,10 +58,14 @@ class JsonScanner:
 
 
 class CallReader:
-    """Splits an answer into text and calls. White space before a call is the call's own."""
+    """Splits an answer into text and calls. White space before a call is the call's own.
 
-    def __init__(self, style: CallFormat) -> None:
-        self._style = style
+    An object that begins like a call, without arguments and with a name none of `tools` has, is
+    what the answer says.
+    """
+
+    def __init__(self, style: CallFormat, tools: Collection[str] = ()) -> None:
+        self._style, self._tools = style, tools
         self._held = ""
         self._inside = False  # of a group of calls, behind its marker
         self._group_calls = 0
@@ -91,7 +96,10 @@ class CallReader:
         """Read as far as one state reaches; whether there is more to read."""
         if self._call is not None:
             self._held, found, done = self._call.feed(self._held)
-            pieces += self._close(found) if done else found
+            if done and self._call.speech and not self._group_calls:
+                said.append(self._spoken(self._call.speech))
+            else:
+                pieces += self._close(found) if done else found
             return done
         return self._between(pieces) if self._inside else self._speech(said)
 
@@ -120,8 +128,13 @@ class CallReader:
         if start < 0:
             return False
         self._held = self._held[start:]
-        self._call = _OneCall(self.count)
+        self._call = _OneCall(self.count, self._tools)
         return True
+
+    def _spoken(self, text: str) -> str:
+        """What was taken for a call, with what of the marker had been passed over."""
+        self._call, self._inside = None, False
+        return self._style.marker[: self._style.skipped] + text
 
     def _close(self, found: list[CallPiece]) -> list[CallPiece]:
         if self._call is not None:
@@ -141,11 +154,12 @@ class CallReader:
 
 
 class _OneCall:
-    """One JSON object: a name and arguments, if it is as it should be."""
+    """One JSON object: a name and arguments, if it is as it should be, or `speech` after all."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, tools: Collection[str]) -> None:
+        self.index, self._tools = index, tools
         self.broken = False
+        self.speech = ""
         self._raw = ""
         self._scanner = JsonScanner()
         self._begun = self._ended = False
@@ -194,6 +208,8 @@ class _OneCall:
         except ValueError:
             found = {}
         name = found.get("name")
+        if not {"arguments", "parameters"} & {*found} and name not in self._tools:
+            self.speech = self._raw
         arguments = found.get("arguments", found.get("parameters", {}))
         if isinstance(name, str) and isinstance(arguments, dict | str):
             shown = arguments if isinstance(arguments, str) else json.dumps(arguments)

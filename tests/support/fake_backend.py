@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,7 @@ class FakeBackend:
     closed: bool = False
     loaded_with: tuple[str, dict[str, Any]] | None = None
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         self.requests.append(request)
         whole = False
         try:
@@ -77,7 +77,7 @@ class FakeBackend:
         finally:
             self._count(whole)
 
-    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    async def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         self.requests.append(request)
         whole = False
         try:

@@ -36,7 +36,8 @@ class OpenAIServer:
     """`failures` are used up one a request. `hold_after` pieces (0: before the headers) the server
     waits until the client goes away or `released` is set; `die_after` pieces it cuts the line, or
     ends the stream politely with `die_politely`. Of the paths in `drips` a body comes space by
-    space and never ends; `answer` takes the place of a whole answer.
+    space and never ends; those in `late` are told nothing before `released` is set. `answer` takes
+    the place of a whole answer.
     """
 
     models: list[str] = field(default_factory=lambda: ["tiny"])
@@ -51,6 +52,7 @@ class OpenAIServer:
     die_after: int | None = None
     die_politely: bool = False
     drips: tuple[str, ...] = ()
+    late: tuple[str, ...] = ()
     answer: Json | None = None
     events: list[str] | None = None
     status: Json | None = None
@@ -107,6 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.told.requests.append((self.path, {}, dict(self.headers)))
         if self._is_stranger() or self._drips():
             return
+        if self.path in self.told.late:
+            self.told.holding.set()
+            self.told.released.wait()
         found: dict[str, Json | None] = {
             "/v1/models": {"object": "list", "data": [_model(name) for name in self.told.models]},
             "/v1/cacheslide/status": self.told.status,

@@ -5,13 +5,16 @@ In: lengths, seeds, sessions. Out: what the store is given, and what it must giv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from cacheslide_agents.errors import StoreError
 from cacheslide_agents.pages import (
     PAGE_TOKENS,
     ContextKey,
@@ -110,3 +113,22 @@ def found_again(store: SlideStore, turn: Turn) -> StoredContext | None:
         ):
             return context
     return None
+
+
+def told_in_a_child(act: Callable[[], object]) -> str:
+    """The `StoreError` that `act` raises in a forked child; empty if it raises none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            act()
+        except StoreError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        told = pipe.read().decode()
+    os.waitpid(child, 0)
+    return told

@@ -5,7 +5,7 @@ In: requests under policies. Out: what the script says of that policy; the clock
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class ScriptedBackend:
             text += chunk.text
         return EncodedPrompt(tuple(map(ord, text)), tuple(spans), text, prompt.task)
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         self.calls.append(("generate", request))
         self.now += self._script(request).seconds
         words = self.answer.split(" ")[: request.sampling.max_tokens]
@@ -68,7 +68,7 @@ class ScriptedBackend:
             yield GenerationChunk(0, text, (index,), None, "length" if last else None, receipt)
             self.now += TOKEN_SECONDS
 
-    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    async def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         for chunk in self.generate(request):
             yield chunk
 

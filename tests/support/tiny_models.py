@@ -78,10 +78,11 @@ def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def write_gguf(path: Path, folder: Path, pre: str = "smollm") -> Path:
+def write_gguf(path: Path, folder: Path, pre: str = "smollm", description: str = "") -> Path:
     """The Llama model of `folder` as float32 GGUF, q and k interleaved as in llama.cpp."""
     tensors = load_file(folder / "model.safetensors")
     writer = GGUFWriter(path, "llama")
+    writer.add_description(description)
     writer.add_block_count(2)
     writer.add_context_length(128)
     writer.add_embedding_length(32)

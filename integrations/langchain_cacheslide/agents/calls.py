@@ -50,7 +50,8 @@ class _Open:
 class CallLog(BaseCallbackHandler):
     """Collects `calls` in the order in which they ended; `told` hears of each as it ends.
 
-    Safe to share between threads. A call that failed is not in the list.
+    Safe to share between threads. A call that failed is not in the list, nor one that had begun
+    before the log was there.
     """
 
     def __init__(self, told: Callable[[Call], None] = lambda call: None) -> None:
@@ -80,7 +81,10 @@ class CallLog(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, *, run_id: UUID, **kwargs: Any) -> None:
         with self._lock:
-            call = _call(self._open.pop(run_id), response)
+            opened = self._open.pop(run_id, None)
+            if opened is None:
+                return
+            call = _call(opened, response)
             self.calls.append(call)
         self._told(call)
 
