@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
 from cacheslide_agents.bench.asked import Asked
 from cacheslide_agents.errors import DataError
@@ -32,19 +33,19 @@ def record(backend: Backend, prompts: Iterable[Asked], out: Path, max_tokens: in
     encode = ChatEncoder(backend.tokenizer).encode
     for each in prompts:
         if each.id not in lines:
-            request = GenerationRequest(
-                encode(each.prompt).ids,
+            request = GenerationRequest.of(
+                encode(each.prompt),
                 sampling=Sampling(max_tokens=max_tokens),
                 policy=Recompute(),
                 retain=False,
             )
-            chunks = list(backend.generate(request))
+            answer = answered(backend, request)
             lines[each.id] = messages_record(
                 each.prompt,
                 id=each.id,
                 model=backend.model_id,
-                output="".join(chunk.text for chunk in chunks),
-                output_ids=[id_ for chunk in chunks for id_ in chunk.token_ids],
+                output=answer.text,
+                output_ids=answer.token_ids,
             )
             _write(out, lines.values())
         yield each.id

@@ -13,23 +13,21 @@ import typer
 
 from cacheslide_agents.cli import options
 from cacheslide_agents.cli.console import notes, waiting
-from cacheslide_agents.cli.engine import opened
+from cacheslide_agents.cli.engine import BackendOptions, with_plain_backend
 
 
+@with_plain_backend
 def record(
+    *,
     data: Annotated[Path, typer.Option(help="Folder with hotpotqa/.")],
     out: Annotated[
         Path, typer.Option(parser=options.place("--out"), help="The log; kept and gone on with.")
     ],
-    model: options.Model = options.DEFAULT_MODEL,
     max_tokens: options.MaxTokens = 32,
     max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer ones are left out.")] = 4096,
     limit: Annotated[int | None, typer.Option(min=1, help="Prompts at most.")] = None,
     seed: Annotated[int, typer.Option(help="Chooses the passages.")] = 0,
-    backend: options.BackendName = options.DEFAULT_BACKEND,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
+    backend: BackendOptions,
 ) -> None:
     """Let a model answer every second question of the data, and write a log of it.
 
@@ -40,7 +38,7 @@ def record(
     from cacheslide_agents.bench.runner import token_limits
     from cacheslide_agents.prompt.chat import ChatEncoder
 
-    with opened(backend, model, device=device, dtype=dtype, threads=threads) as loaded:
+    with backend.opened() as loaded:
         limits = token_limits(loaded, ChatEncoder(loaded.tokenizer).encode, max_prompt_tokens)
         prompts = islice(asked(data, limits, seed), limit)
         count = 0

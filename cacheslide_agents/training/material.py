@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cacheslide_agents.training.corpus import Corpus
 from cacheslide_agents.training.recipe import PHASES, Recipe
-from cacheslide_agents.training.requests import Answered, Requests
+from cacheslide_agents.training.requests import Example, Requests
 
 PLACES = 1_000_000
 """Steps that a phase may have before its places in the text are those of the next one."""
@@ -65,7 +65,7 @@ class Material:
             return [even(self._corpus.window(place, plan.length)) for place in places]
         return [_weighted(each, self._recipe.answer_weight) for each in self._drawn(plan.first)]
 
-    def _drawn(self, first: int) -> list[Answered]:
+    def _drawn(self, first: int) -> list[Example]:
         assert self._requests is not None
         return [self._requests.drawn(first + at) for at in range(self._recipe.sequences)]
 
@@ -102,7 +102,7 @@ def even(ids: npt.NDArray[np.int64]) -> Window:
     return Window(torch.from_numpy(ids), weights)
 
 
-def _weighted(request: Answered, answer_weight: float) -> Window:
+def _weighted(request: Example, answer_weight: float) -> Window:
     """The positions that predict the answer together count `answer_weight`."""
     tokens, answer = len(request.ids), len(request.ids) - request.prompt
     if not answer:

@@ -21,7 +21,7 @@ from cacheslide_agents.prompt.logged import LoggedRequest, read_trace
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Example:
     """`ids` int64 [n]: a prompt of `prompt` tokens and its answer, which may be empty."""
 
     ids: npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ class Requests:
     def __init__(
         self, paths: Sequence[Path], tokenizer: Any, *, vocabulary: int, longest: int, seed: int
     ) -> None:
-        found = list(_answered(paths, tokenizer, vocabulary))
+        found = list(_examples(paths, tokenizer, vocabulary))
         self._kept = [each for each in found if len(each.ids) <= longest]
         self.too_long, self._seed = len(found) - len(self._kept), seed
         if not self._kept:
@@ -58,14 +58,14 @@ class Requests:
             found.update(each.ids.tobytes())
         return found.hexdigest()
 
-    def drawn(self, number: int) -> Answered:
+    def drawn(self, number: int) -> Example:
         """Request `number` of an endless row: all of them in every round, each round shuffled."""
         around, at = divmod(number, len(self._kept))
         order = np.random.default_rng((self._seed, around)).permutation(len(self._kept))
         return self._kept[int(order[at])]
 
 
-def _answered(paths: Iterable[Path], tokenizer: Any, vocabulary: int) -> Iterator[Answered]:
+def _examples(paths: Iterable[Path], tokenizer: Any, vocabulary: int) -> Iterator[Example]:
     encoder = ChatEncoder(tokenizer)
     for path in paths:
         for request in read_trace(path):
@@ -76,7 +76,7 @@ def _answered(paths: Iterable[Path], tokenizer: Any, vocabulary: int) -> Iterato
                     f"{request.where}: token {ids.max()} is beyond the model's {vocabulary}; give "
                     "requests of this model, or their text"
                 )
-            yield Answered(ids, len(prompt))
+            yield Example(ids, len(prompt))
 
 
 def _answer(request: LoggedRequest, tokenizer: Any) -> Sequence[int]:

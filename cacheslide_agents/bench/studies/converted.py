@@ -8,11 +8,12 @@ interval, and the share of answers whose text changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cacheslide_agents.answered import answered
 from cacheslide_agents.backend import Backend, GenerationRequest, Sampling
 from cacheslide_agents.bench.asked import trained_on
 from cacheslide_agents.bench.metrics import first_line
@@ -27,6 +28,7 @@ from cacheslide_agents.bench.studies.kept_keys import converted
 from cacheslide_agents.bench.studies.scored import known_rows, paired, scored
 from cacheslide_agents.bench.workloads.base import Turn
 from cacheslide_agents.bench.workloads.reflexion import Corpus
+from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.policies import Recompute
 from cacheslide_agents.prompt.chat import ChatEncoder
 
@@ -64,19 +66,18 @@ def run(
         rows = {turn.id: known.get((TASK, turn.id)) for turn in turns}
         for number, turn in enumerate(turns):
             if rows[turn.id] is None:
-                ids = encode(turn.measure).ids
-                answers = {BASE: _answer(backend, ids), CONVERTED: _answer(other, ids)}
-                rows[turn.id] = _row(turn, len(ids), turn.id not in learnt, answers)
+                prompt = encode(turn.measure)
+                answers = {BASE: _answer(backend, prompt), CONVERTED: _answer(other, prompt)}
+                rows[turn.id] = _row(turn, len(prompt.ids), turn.id not in learnt, answers)
                 save(_study(about, len(drafts), rows.values()))
             progress(number + 1, len(turns), turn.id)
     return _study(about, len(drafts), rows.values())
 
 
-def _answer(backend: Backend, ids: Sequence[int]) -> str:
-    request = GenerationRequest(
-        ids, sampling=Sampling(max_tokens=ANSWER_TOKENS), policy=Recompute(), retain=False
-    )
-    return first_line("".join(chunk.text for chunk in backend.generate(request)))
+def _answer(backend: Backend, prompt: EncodedPrompt) -> str:
+    sampling = Sampling(max_tokens=ANSWER_TOKENS)
+    request = GenerationRequest.of(prompt, sampling=sampling, policy=Recompute(), retain=False)
+    return first_line(answered(backend, request).text)
 
 
 def _row(turn: Turn, tokens: int, held_out: bool, answers: Mapping[str, str]) -> Found:
