@@ -219,7 +219,7 @@ def test_cancelling_ends_the_search(tiny: TorchBackend) -> None:
         return len(asked) == 3
 
     with tiny._work.prefilled(request, 200 * decoding.width) as prompted:
-        growth = prompted.growth(tiny._runtime, decoding.width)
+        growth = tiny._runtime.growth(prompted, decoding.width)
         steps = list(decoding.steps(prompted.prefilled.logits[-1], growth, cancelled))
     assert len(steps) == 3 and steps[-1].finish_reason == "cancelled"
 

@@ -58,6 +58,15 @@ def test_a_study_of_curves_is_its_own_json(tmp_path: Path) -> None:
     assert "draw it with --plot" in report(tmp_path, found).stderr
 
 
+@pytest.mark.parametrize("found", [{"study": "length", "points": POINTS}, {"rows": []}])
+def test_a_file_that_cannot_be_drawn_says_which_can(tmp_path: Path, found: dict[str, Any]) -> None:
+    figure = tmp_path / "figure.svg"
+    result = report(tmp_path, found, "--plot", str(figure))
+    assert result.exit_code == 2 and not figure.exists()
+    told = "study.json has no figure; --plot draws studies of episodes, frontier, layers, padding, "
+    assert told in result.stderr
+
+
 @pytest.mark.parametrize(
     ("found", "message"),
     [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
-from time import sleep, time
+from time import time
 from types import ModuleType
 
 import numpy as np
@@ -21,8 +21,8 @@ from cacheslide_agents.pages.prometheus import Exporter
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.guard import QualityGuard, Verdict
 from torch_cacheslide import TorchBackend
-from torch_cacheslide.engine import Job
 from torch_cacheslide.idle import divergence
+from torch_cacheslide.jobs import Job
 
 KEY, OTHER = (ContextKey("model", "tenant", task) for task in ("reflexion", "memgpt"))
 POLICY = CacheSlide(may_decline=False)
@@ -236,7 +236,10 @@ def test_exact_reuse_of_fresh_contexts_is_neither_forbidden_nor_a_reason_for_tru
     assert answer(backend, 1).reason == "guard"  # approximate, so still forbidden
 
 
-def test_checks_that_never_ran_hold_nothing_once_the_backend_is_closed(folder: Path) -> None:
+def test_checks_that_never_ran_hold_nothing_once_the_backend_is_closed(
+    folder: Path, support: Callable[[str], ModuleType]
+) -> None:
+    until = support("waiting").until
     store, held = MemoryStore(1 << 28), Event()
     backend = TorchBackend(str(folder), device="cpu", store=store, guard_every=1)
     answer(backend, 0)
@@ -248,22 +251,20 @@ def test_checks_that_never_ran_hold_nothing_once_the_backend_is_closed(folder: P
         job.emit(0)
         held.wait(60)
 
-    started = backend._engine.stream(hold)
+    started = backend._queue.stream(hold)
     assert next(started) == 0
     last = backend.generate(request(1))
     asked = Thread(target=lambda: list(last))
     asked.start()
-    while not backend._engine._waiting:
-        sleep(0.01)
+    assert until(lambda: backend._queue.waiting == 1)
 
     def block(job: Job) -> None:
         job.cancelled.wait(60)
 
-    blocked = backend._engine.stream(block)
+    blocked = backend._queue.stream(block)
     after = Thread(target=lambda: list(blocked))
     after.start()
-    while backend._engine._waiting < 2:
-        sleep(0.01)
+    assert until(lambda: backend._queue.waiting == 2)
     held.set()
     asked.join()
     assert backend.metrics()["idle_waiting"] == 1  # behind the last one

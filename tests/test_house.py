@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SOURCES = PROJECT["tool"]["setuptools"]["packages"]["find"]
 LINTER = PROJECT["tool"]["importlinter"]
-LONGEST_FILE = 280
+LONGEST_FILE = 251
 UNFINISHED = ("TO" + "DO", "FIX" + "ME", "XX" + "X")
 
 

@@ -75,7 +75,10 @@ def test_digits_are_split_from_the_spaces_before_them_where_the_gguf_says_smollm
 ) -> None:
     smollm = load_model(gguf_file).tokenizer
     other = load_model(tiny.write_gguf(tmp_path / "b.gguf", original, pre="gpt-2")).tokenizer
-    assert smollm.tokenize("x  12") == ["x", tiny.SPACE * 2, "1", "2"]
+    named = tiny.write_gguf(tmp_path / "c.gguf", original, description="tokenizer.ggml.pre")
+    expected = ["x", tiny.SPACE * 2, "1", "2"]
+    assert smollm.tokenize("x  12") == expected
+    assert load_model(named).tokenizer.tokenize("x  12") == expected, "no text passes for the key"
     assert other.tokenize("x  12") == ["x", tiny.SPACE, tiny.SPACE, "1", "2"]
 
 

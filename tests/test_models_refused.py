@@ -37,6 +37,15 @@ UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (Qwen3Config, {"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     (
+        Qwen3Config,
+        {
+            "use_sliding_window": True,
+            "sliding_window": 128,
+            "layer_types": ["full_attention", "linear_attention"],
+        },
+        "layers of type linear_attention",
+    ),
+    (
         LlamaConfig,
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "dynamic",

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.chunks import Role, Span, text_digest
-from cacheslide_agents.errors import NonFiniteError, PageError, RequestError, ReuseError
+from cacheslide_agents.errors import (
+    ModelError,
+    NonFiniteError,
+    PageError,
+    RequestError,
+    ReuseError,
+    StoreError,
+)
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import (
@@ -482,12 +489,16 @@ class TestSelection:
         with pytest.raises(ReuseError, match="the selector"):
             world.plan(NEW_TURN, slide(lambda view: answer))
 
-    def test_a_selector_that_raises_is_a_reuse_error_naming_the_policy(self, world: World) -> None:
+    @pytest.mark.parametrize("error", [ZeroDivisionError, RequestError, ModelError, StoreError])
+    def test_whatever_a_selector_raises_is_a_reuse_error_naming_the_policy(
+        self, world: World, error: type[Exception]
+    ) -> None:
         def fail(view: SelectionView) -> Any:
-            raise ZeroDivisionError("by zero")
+            raise error("by zero")
 
         world.keep(OLD_TURN)
-        with pytest.raises(ReuseError, match="policy 'cacheslide' failed: ZeroDivisionError"):
+        expected = f"policy 'cacheslide' failed: {error.__name__}: by zero"
+        with pytest.raises(ReuseError, match=expected):
             world.plan(NEW_TURN, slide(fail))
 
     def test_new_keys_without_a_probe_are_a_reuse_error(self, world: World) -> None:

@@ -119,3 +119,27 @@ def test_a_dense_plan_has_an_exact_receipt_without_reuse() -> None:
     assert receipt.compute_fraction == 1.0
     assert receipt.exact is True
     assert {chunk.outcome for chunk in receipt.chunks} == {"update"}
+
+
+def test_what_the_engines_prefix_cache_had_is_reused_not_cold() -> None:
+    ids = np.arange(90)
+    plan = dense_plan(ids, NEW, CacheSlide(), outcome="cold", reason="")
+    rows = np.arange(60, 90)
+    receipt = build_receipt(plan, request_id="r", active=rows, rows_per_layer=[30] * 4, prefix=60)
+    assert (receipt.outcome, receipt.reason) == ("partial", "prefix_cache")
+    assert (receipt.reused_tokens, receipt.active_tokens) == (60, 30)
+    assert [(one.outcome, one.shift, one.reused) for one in receipt.chunks] == [
+        ("hit", 0, 20),
+        ("hit", 0, 14),
+        ("aligned", 0, 26),
+        ("update", None, 0),
+    ]
+
+
+def test_a_fallback_stays_one_whatever_the_prefix_cache_had() -> None:
+    plan = dense_plan(np.arange(90), NEW, CacheSlide(), outcome="fallback", reason="trouble")
+    receipt = build_receipt(
+        plan, request_id="r", active=np.arange(60, 90), rows_per_layer=[30] * 4, prefix=60
+    )
+    assert (receipt.outcome, receipt.reason) == ("fallback", "trouble")
+    assert receipt.reused_tokens + receipt.active_tokens == receipt.prompt_tokens

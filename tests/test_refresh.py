@@ -17,8 +17,9 @@ from cacheslide_agents.backend import GenerationRequest
 from cacheslide_agents.pages import ContextKey, LayerKV, MemoryStore, StoredContext
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.selection import Boundary
+from cacheslide_agents.streams import CallOff, Sink
 from torch_cacheslide import TorchBackend
-from torch_cacheslide.engine import MOST_IDLE, Engine, Interrupt, Job
+from torch_cacheslide.jobs import MOST_IDLE, Interrupt, Job, JobQueue
 
 POLICY = CacheSlide(selector=Boundary(16, min_run=16), may_decline=False)
 HEAD, TAIL = (np.random.default_rng(seed).integers(3, 250, 80).tolist() for seed in (1, 2))
@@ -142,14 +143,14 @@ def test_a_refresh_gives_way_to_a_request_within_a_layer_and_is_done_later(
         backend.refresh("agent")
         assert entered.wait(60)
         answers = backend.generate(GenerationRequest([5, 6, 7], policy=Recompute()))
-        submit = backend._engine._submit
+        begin = backend._queue._begin
 
-        def submitted(job: Job) -> Job:
-            submit(job)
+        def begun(work: Callable[[Job], None], sink: Sink) -> CallOff:
+            call_off = begin(work, sink)
             asked.set()
-            return job
+            return call_off
 
-        monkeypatch.setattr(backend._engine, "_submit", submitted)
+        monkeypatch.setattr(backend._queue, "_begin", begun)
         assert next(answers).token_ids
         assert layers[:4] == [0, 0, 1, 2]  # one layer of the refresh, then the request's
         list(answers)
@@ -158,8 +159,10 @@ def test_a_refresh_gives_way_to_a_request_within_a_layer_and_is_done_later(
         assert backend.metrics()["idle_abandoned"] == 1
 
 
-def test_idle_work_waits_for_every_request_in_the_queue() -> None:
-    engine, order = Engine("test"), []
+def test_idle_work_waits_for_every_request_in_the_queue(
+    support: Callable[[str], ModuleType],
+) -> None:
+    queue, order = JobQueue("test"), []
     started, release = Event(), Event()
 
     def first(job: Job) -> None:
@@ -170,53 +173,52 @@ def test_idle_work_waits_for_every_request_in_the_queue() -> None:
     def second(job: Job) -> None:
         order.append("second")
 
-    items = [engine.stream(first), engine.stream(second)]
+    items = [queue.stream(first), queue.stream(second)]
     threads = [Thread(target=list, args=(each,)) for each in items]
     threads[0].start()
     assert started.wait(60)
-    engine.idle("work", lambda interrupt: order.append("idle"))
+    queue.idle("work", lambda interrupt: order.append("idle"))
     threads[1].start()
-    while engine._waiting == 0:
-        pass
+    assert support("waiting").until(lambda: queue.waiting == 1)
     release.set()
-    assert engine.settle(60)
+    assert queue.settle(60)
     for thread in threads:
         thread.join()
-    engine.close()
+    queue.close()
     assert order == ["first", "second", "idle"]
 
 
 def test_idle_work_is_taken_once_per_key_and_only_so_much_of_it() -> None:
-    engine, hold = Engine("test"), Event()
+    queue, hold = JobQueue("test"), Event()
 
     def wait(interrupt: Interrupt) -> None:
         hold.wait(60)
 
-    assert engine.idle(0, wait)
-    assert not engine.idle(0, wait)
-    assert all(engine.idle(key, wait) for key in range(1, MOST_IDLE))
-    assert not engine.idle("one too many", wait)
+    assert queue.idle(0, wait)
+    assert not queue.idle(0, wait)
+    assert all(queue.idle(key, wait) for key in range(1, MOST_IDLE))
+    assert not queue.idle("one too many", wait)
     hold.set()
-    assert engine.settle(60)
-    assert engine.counts()["idle_done"] == MOST_IDLE
-    engine.close()
+    assert queue.settle(60)
+    assert queue.counts()["idle_done"] == MOST_IDLE
+    queue.close()
 
 
 def test_idle_work_that_fails_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine("test")
+    queue = JobQueue("test")
 
     def fail(interrupt: Interrupt) -> None:
         raise ValueError("no luck")
 
-    engine.idle("unlucky", fail)
-    assert engine.settle(60)
-    assert engine.counts()["idle_failed"] == 1
+    queue.idle("unlucky", fail)
+    assert queue.settle(60)
+    assert queue.counts()["idle_failed"] == 1
     assert "idle work unlucky failed" in caplog.text
-    engine.close()
+    queue.close()
 
 
 def test_closing_drops_idle_work_and_ends_what_runs() -> None:
-    engine, started = Engine("test"), Event()
+    queue, started = JobQueue("test"), Event()
 
     def run(interrupt: Interrupt) -> None:
         started.set()
@@ -224,9 +226,9 @@ def test_closing_drops_idle_work_and_ends_what_runs() -> None:
             interrupt()
 
     ran: list[str] = []
-    engine.idle("runs", run)
-    engine.idle("waits", lambda interrupt: ran.append("waits"))
+    queue.idle("runs", run)
+    queue.idle("waits", lambda interrupt: ran.append("waits"))
     assert started.wait(60)
-    engine.close()
-    assert engine.settle(1) and ran == []
-    assert not engine.idle("late", run)
+    queue.close()
+    assert queue.settle(1) and ran == []
+    assert not queue.idle("late", run)

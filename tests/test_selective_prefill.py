@@ -29,7 +29,7 @@ from transformers import (
 
 from cacheslide_agents.backend import GenerationRequest
 from cacheslide_agents.chunks import Role, Span
-from cacheslide_agents.errors import ModelError
+from cacheslide_agents.errors import ModelError, RequestError
 from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import (
     CacheBlend,
@@ -161,7 +161,7 @@ def assert_continues_like_dense(rig: Rig, turn: Prompted, ids: npt.NDArray[np.in
     more = tokens(77, 5)
     expected = rig.dense(np.concatenate([ids, more]))[len(ids) - 1 :]
     with torch.inference_mode():
-        continued = turn.continuation(rig.runtime).append(more.tolist())
+        continued = rig.runtime.continuation(turn).append(more.tolist())
     got = torch.cat([turn.prefilled.logits, continued])
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
     assert got.argmax(-1).tolist() == expected.argmax(-1).tolist()
@@ -230,7 +230,7 @@ def test_generated_tokens_become_part_of_the_cached_context() -> None:
     more = tokens(6, 5)
     with torch.inference_mode():
         turn = rig.turn(BEFORE, CacheSlide())
-        continuation = turn.continuation(rig.runtime)
+        continuation = rig.runtime.continuation(turn)
         continuation.append(more[:3].tolist())
         continuation.append(more[3:].tolist())
         rig.runtime.remember(turn, continuation.tokens)
@@ -306,13 +306,37 @@ def test_a_nan_in_the_store_is_answered_by_dense_prefill() -> None:
     assert_continues_like_dense(rig, turn, LONGER)
 
 
-def test_a_selector_that_raises_is_answered_by_dense_prefill() -> None:
-    class Broken:
-        def select(self, view: Any) -> Any:
-            raise IndexError("out of luck")
+@dataclass(frozen=True)
+class Selects:
+    """A selector that raises before the forward pass."""
 
+    error: type[Exception]
+
+    def select(self, view: Any) -> Any:
+        raise self.error("out of luck")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A selector that raises in the middle of it."""
+
+    error: type[Exception]
+    layer: int = 1
+
+    def budget(self, candidates: int) -> int:
+        return candidates // 2
+
+    def rank(self, view: Any, new_keys: torch.Tensor, cached_keys: torch.Tensor) -> Any:
+        raise self.error("out of luck")
+
+
+@pytest.mark.parametrize("error", [IndexError, RequestError, ModelError])
+@pytest.mark.parametrize("selector", [Selects, Ranks])
+def test_a_selector_that_raises_is_answered_by_dense_prefill(
+    selector: type[Selects | Ranks], error: type[Exception]
+) -> None:
     rig = make_rig("llama")
-    policy = CacheSlide(selector=Broken(), may_decline=False)
+    policy = CacheSlide(selector=selector(error), may_decline=False)
     rig.populate(BEFORE, policy)
     turn = rig.turn(LONGER, policy)
     assert turn.receipt.outcome == "fallback" and "out of luck" in turn.receipt.reason
@@ -360,7 +384,7 @@ def test_generated_tokens_are_kept_beside_residuals_of_the_prompt() -> None:
     policy = CacheSlide.paper()
     with torch.inference_mode():
         turn = rig.turn(BEFORE, policy)
-        continuation = turn.continuation(rig.runtime)
+        continuation = rig.runtime.continuation(turn)
         continuation.append([5, 6])
         rig.runtime.remember(turn, continuation.tokens)
     (context,) = rig.runtime.store.find(turn.key)
@@ -371,12 +395,8 @@ def test_generated_tokens_are_kept_beside_residuals_of_the_prompt() -> None:
 
 @pytest.mark.usefixtures("learnt_prices")
 def test_the_time_of_a_fallback_teaches_the_cost_model_nothing() -> None:
-    class Broken:
-        def select(self, view: Any) -> Any:
-            raise IndexError("out of luck")
-
     rig = make_rig("llama")
-    policy = CacheSlide(selector=Broken(), may_decline=False)
+    policy = CacheSlide(selector=Selects(IndexError), may_decline=False)
     rig.populate(BEFORE, policy)
     unit = Work(rows=1.0, pairs=1.0)
     before = rig.runtime.cost.predict(unit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,7 @@ class Engine:
         self.last: list[int] = []
         self.gap = wrong.get("gap", 1.0)
 
-    async def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    async def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         ids = list(request.prompt_ids)
         for number in range(request.sampling.max_tokens):
             await asyncio.sleep(0)

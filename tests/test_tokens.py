@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from cacheslide_agents.errors import TokenizerError
 from cacheslide_agents.prompt import pieces
-from cacheslide_agents.prompt.control import ControlTokens, private_engine, withholding_engine
+from cacheslide_agents.prompt.control import ControlTokens, private_tokenizer, withholding_tokenizer
 from cacheslide_agents.prompt.pieces import PieceEncoder, cuts_at_words, encode_whole
 from cacheslide_agents.prompt.tokens import MarkupTokenizer, load_tokenizer
 
@@ -52,7 +52,7 @@ def controls_of(tokenizer: Any) -> ControlTokens:
 @settings(max_examples=60)
 def test_pieces_give_what_one_call_gives(tokenizer: Any, text: str, edit: str) -> None:
     """Also when part of the text is known from before."""
-    backend = private_engine(tokenizer.backend_tokenizer).backend
+    backend = private_tokenizer(tokenizer.backend_tokenizer).backend
     anchor = next(t.content for t in tokenizer.added_tokens_decoder.values() if t.special)
     if anchor in text + edit:
         return
@@ -79,7 +79,7 @@ def test_only_known_pre_tokenizers_are_cut_at_words(
 
 
 def test_added_tokens_that_span_words_forbid_cuts(tokenizers: Tokenizers) -> None:
-    backend = private_engine(tokenizers("llama3").backend_tokenizer).backend
+    backend = private_tokenizer(tokenizers("llama3").backend_tokenizer).backend
     backend.add_tokens([AddedToken("the agent", special=False, normalized=False)])
     assert not cuts_at_words(backend)
 
@@ -88,7 +88,7 @@ def test_the_cache_keeps_to_its_budget(
     tokenizers: Tokenizers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pieces, "CACHE_CHARACTERS", 1000)
-    backend = private_engine(tokenizers("llama3").backend_tokenizer).backend
+    backend = private_tokenizer(tokenizers("llama3").backend_tokenizer).backend
     encoder = PieceEncoder(backend, "<|eot_id|>")
     for number in range(50):
         text = f"Number {number} is told. So it is said again. " * 3
@@ -127,11 +127,13 @@ def test_only_marked_places_become_control_tokens(tokenizer: Any) -> None:
 def test_a_withholding_copy_differs_in_nothing_else(tokenizer: Any) -> None:
     backend = tokenizer.backend_tokenizer
     names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    engine = withholding_engine(backend, names)
+    withholding = withholding_tokenizer(backend, names)
     for name in names:
-        assert engine.backend.token_to_id(engine.name(name)) == backend.token_to_id(name)
+        assert withholding.backend.token_to_id(withholding.name(name)) == backend.token_to_id(name)
     text = "Plain text, naïve  café\r\n🙂 x = 1"
-    assert engine.backend.encode(text).ids == private_engine(backend).backend.encode(text).ids
+    assert (
+        withholding.backend.encode(text).ids == private_tokenizer(backend).backend.encode(text).ids
+    )
 
 
 def test_a_unigram_model_that_lists_its_control_tokens_as_pieces_is_kept_from_them() -> None:

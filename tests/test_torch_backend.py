@@ -6,12 +6,14 @@ import asyncio
 import gc
 import subprocess
 import sys
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from cacheslide_agents.errors import BackendError, ContextOverflowError, Request
 from cacheslide_agents.pages.store import MemoryStore
 from cacheslide_agents.policies import CacheSlide, Recompute
 from torch_cacheslide import TorchBackend
-from torch_cacheslide.engine import Engine, Job
+from torch_cacheslide.jobs import Job, JobQueue
 
 WINDOW = 256
 
@@ -249,7 +251,7 @@ def test_closing_a_stream_stops_it_and_the_next_request_is_served(tiny: TorchBac
     )
     stream = tiny.generate(request)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     ask(tiny, prompt_ids(2, 20, 300), max_tokens=2)
     (context,) = [c for c in _contexts(tiny) if c.session == "s"]
     assert len(context) < 20 + 200
@@ -279,7 +281,7 @@ def test_cancelling_an_async_task_stops_its_request(tiny: TorchBackend) -> None:
 
 
 def _contexts(backend: TorchBackend) -> list[Any]:
-    key = backend._runtime._key(GenerationRequest([1]))
+    key = backend._runtime.planning.key(GenerationRequest([1]))
     return backend.store.find(key)
 
 
@@ -314,7 +316,7 @@ def test_closing_while_others_wait_fails_them_and_hangs_nobody(tiny_folder: Path
 def test_process_that_forgets_to_close_ends_well_while_its_worker_is_busy() -> None:
     code = """
 from threading import Event
-from torch_cacheslide.engine import Abandoned, Engine
+from torch_cacheslide.jobs import Abandoned, JobQueue
 
 def work(interrupt):
     begun.set()
@@ -326,7 +328,7 @@ def work(interrupt):
         raise
 
 begun = Event()
-Engine("test").idle("forever", work)
+JobQueue("test").idle("forever", work)
 begun.wait()
 """
     ended = subprocess.run(
@@ -335,13 +337,29 @@ begun.wait()
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "gave way\n", "")
 
 
-def test_a_job_cancelled_by_closing_ends_in_an_error_and_not_in_silence() -> None:
-    engine = Engine("test")
-    job = Job(work=lambda job: job.emit("done"), sink=lambda item: None)
-    assert engine._run(job) is None
-    job.cancelled.set()
-    assert isinstance(engine._run(job), BackendError)
-    engine.close()
+def test_a_job_that_waits_when_its_queue_is_closed_ends_in_an_error_and_not_in_silence(
+    support: Callable[[str], ModuleType],
+) -> None:
+    queue, began, told = JobQueue("test"), Event(), []
+
+    def first(job: Job) -> None:
+        began.set()
+        job.cancelled.wait(60)
+
+    def ask() -> None:
+        with pytest.raises(BackendError, match="closed while the request waited"):
+            list(queue.stream(lambda job: told.append("done")))
+        told.append("refused")
+
+    threads = [Thread(target=list, args=(queue.stream(first),)), Thread(target=ask)]
+    threads[0].start()
+    assert began.wait(60)
+    threads[1].start()
+    assert support("waiting").until(lambda: queue.waiting == 1)
+    queue.close()
+    for thread in threads:
+        thread.join(60)
+    assert told == ["refused"]
 
 
 def test_closing_leaves_a_given_store_as_it_is(tiny_folder: Path) -> None:
@@ -359,6 +377,36 @@ def test_a_backend_that_is_dropped_unclosed_lets_its_model_go(tiny_folder: Path)
     del backend
     gc.collect()
     assert alive() is None
+
+
+def test_a_backend_that_is_dropped_unclosed_ends_its_worker(
+    tiny_folder: Path, support: Callable[[str], ModuleType]
+) -> None:
+    others = set(threading.enumerate())
+    backend = TorchBackend(str(tiny_folder), device="cpu")
+    ask(backend, prompt_ids(1, 60, 300), max_tokens=1)
+    (worker,) = set(threading.enumerate()) - others
+    del backend
+    gc.collect()
+    assert support("waiting").until(lambda: not worker.is_alive())
+
+
+def test_an_answer_holds_the_backend_that_gives_it(tiny_folder: Path) -> None:
+    request = GenerationRequest(
+        prompt_ids(1, 60, 300), sampling=Sampling(max_tokens=3, ignore_eos=True)
+    )
+    chunks = TorchBackend(str(tiny_folder), device="cpu").generate(request)
+    gc.collect()
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+
+
+async def test_an_awaited_answer_holds_it_too(tiny_folder: Path) -> None:
+    request = GenerationRequest(
+        prompt_ids(1, 60, 300), sampling=Sampling(max_tokens=3, ignore_eos=True)
+    )
+    chunks = TorchBackend(str(tiny_folder), device="cpu").agenerate(request)
+    gc.collect()
+    assert [chunk.finish_reason async for chunk in chunks] == [None, None, "length"]
 
 
 def test_continuations_that_cannot_be_scored_are_refused_by_name(tiny: TorchBackend) -> None:

@@ -279,9 +279,10 @@ def test_cancelling_stops_all_answers(tiny: TorchBackend) -> None:
     )
     stream = tiny.generate(request)
     next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     ask(tiny, asking(ids_of(2, 20), max_tokens=2))
-    (context,) = [c for c in tiny.store.find(tiny._runtime._key(request)) if c.session == "gone"]
+    found = tiny.store.find(tiny._runtime.planning.key(request))
+    (context,) = [context for context in found if context.session == "gone"]
     assert len(context) < 20 + 100
 
 

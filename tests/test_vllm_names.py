@@ -174,7 +174,7 @@ def test_namespaces_that_no_encoding_can_carry_are_kept_apart(side: Any) -> None
     assert one.cache_salt == again.cache_salt != other.cache_salt
     assert side.matched(one, 0) == 0
     side.admitted(one, (1,), 0)
-    assert side.take_orders().notes[0].plan.outcome == "cold"
+    assert side.take_orders().notes[0].order.plan.outcome == "cold"
 
 
 def test_no_namespace_passes_for_another_with_a_salt_of_the_clients(side: Any) -> None:

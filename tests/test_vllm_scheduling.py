@@ -14,6 +14,7 @@ from cacheslide_agents.backend import GenerationRequest
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.cost import CostModel
+from cacheslide_agents.selection import KeyDeviation
 from vllm_cacheslide.wire import PARAMETER, Annotation
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
@@ -84,7 +85,7 @@ def test_a_first_prompt_is_left_to_vllm_under_its_own_hash(side: Any) -> None:
     assert admit(side, request) == 0
     assert request.block_hashes == ["unsalted"]
     (note,) = side.take_orders().notes
-    assert note.plan.outcome == "cold"
+    assert note.order.plan.outcome == "cold"
 
 
 def test_approximate_blocks_get_a_salt_of_their_own(side: Any) -> None:
@@ -132,6 +133,20 @@ def test_the_dense_reference_is_kept_from_vllms_prefix_cache(side: Any) -> None:
     assert admit(side, request) == 0
 
 
+def test_rows_that_are_ranked_on_the_way_are_ranked_from_the_first_token_on(side: Any) -> None:
+    """A later answer, and one that was preempted, find blocks; vLLM goes on from these itself."""
+    first, second = turns(update=20)
+    stored(side, first)
+    policy = CacheSlide(selector=KeyDeviation(1, 0.26), may_decline=False)
+    answers = [Request(second, policy, request_id="same") for _ in range(2)]
+    for request in answers:
+        side.arrived(request)
+    assert admit(side, answers[0]) == len(second) - 1
+    assert side.take_orders().prefills[0].order.plan.narrow is not None
+    assert side.matched(answers[1], 32) == 0
+    assert side.matched(answers[0], 32) == 0
+
+
 def test_answers_to_one_prompt_share_plan_and_salt_and_one_is_kept(side: Any) -> None:
     first, second = turns(update=20)
     stored(side, first)
@@ -142,7 +157,7 @@ def test_answers_to_one_prompt_share_plan_and_salt_and_one_is_kept(side: Any) ->
     assert len({request.cache_salt for request in answers}) == 1
     assert [side.finished(request, (1,)) for request in answers] == [True, False, False]
     orders = side.take_orders()
-    assert [order.sibling for order in orders.prefills] == [False, True, True]
+    assert [each.order.sibling for each in orders.prefills] == [False, True, True]
 
 
 def test_two_requests_of_one_name_but_another_policy_have_a_plan_each(side: Any) -> None:
@@ -155,7 +170,8 @@ def test_two_requests_of_one_name_but_another_policy_have_a_plan_each(side: Any)
         side.arrived(request)
         admit(side, request)
     orders = side.take_orders()
-    told = [(o.plan.outcome, o.sibling) for o in (*orders.prefills, *orders.notes)]
+    asked = [each.order for each in (*orders.prefills, *orders.notes)]
+    told = [(order.plan.outcome, order.sibling) for order in asked]
     assert told == [("partial", False), ("cold", False)]
 
 
@@ -189,7 +205,7 @@ def test_a_turn_is_planned_on_a_context_that_is_still_to_be_stored(side: Any) ->
     side.arrived(request)
     admit(side, request)
     orders = side.take_orders()
-    assert {orders.keeps[0].number} == set(orders.prefills[0].sources)
+    assert {orders.keeps[0].number} == set(orders.prefills[0].order.sources)
 
 
 def test_what_the_workers_lost_is_not_planned_on(side: Any) -> None:
@@ -202,7 +218,7 @@ def test_what_the_workers_lost_is_not_planned_on(side: Any) -> None:
     request = Request(second, REUSE)
     side.arrived(request)
     admit(side, request)
-    assert side.take_orders().notes[0].plan.outcome == "cold"
+    assert side.take_orders().notes[0].order.plan.outcome == "cold"
 
 
 def test_a_plan_whose_source_has_left_is_made_again(side: Any) -> None:
@@ -216,8 +232,9 @@ def test_a_plan_whose_source_has_left_is_made_again(side: Any) -> None:
     keeps = side.take_orders().keeps
     assert admit(side, request) == len(second) - 1
     (prefill,) = side.take_orders().prefills
-    assert set(prefill.sources) == {keeps[1].number}
-    assert (request.cache_salt, prefill.plan.runs[0].source.ids.size) == (salt, len(first) - 20)
+    assert set(prefill.order.sources) == {keeps[1].number}
+    assert request.cache_salt == salt
+    assert prefill.order.plan.runs[0].source.ids.size == len(first) - 20
 
 
 def test_contexts_of_another_namespace_are_not_seen(side: Any) -> None:
@@ -250,8 +267,8 @@ def test_spans_that_do_not_fit_the_tokens_are_answered_densely_and_named(side: A
     side.arrived(request)
     admit(side, request)
     (note,) = side.take_orders().notes
-    assert note.plan.outcome == "fallback"
-    assert "9999" in note.plan.reason
+    assert note.order.plan.outcome == "fallback"
+    assert "9999" in note.order.plan.reason
 
 
 def test_an_engine_that_is_off_says_so_in_every_plan(side: Any) -> None:
@@ -262,5 +279,5 @@ def test_an_engine_that_is_off_says_so_in_every_plan(side: Any) -> None:
     side.arrived(request)
     admit(side, request)
     (note,) = side.take_orders().notes
-    assert (note.plan.outcome, "layout" in note.plan.reason) == ("fallback", True)
+    assert (note.order.plan.outcome, "layout" in note.order.plan.reason) == ("fallback", True)
     assert not side.finished(request, (1,))

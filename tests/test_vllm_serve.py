@@ -24,6 +24,7 @@ from cacheslide_agents.prompt.wire_plan import (
     digest_of_ids,
 )
 from langchain_cacheslide import ChatCacheSlide
+from langchain_cacheslide.question import Question
 from langchain_cacheslide.remote import RemoteChat
 from langchain_cacheslide.remote_receipt import NO_PLUGIN
 
@@ -82,7 +83,9 @@ def remote(url: str, key: str = KEYS[0]) -> RemoteChat:
 
 def answer(chat: RemoteChat, messages: list[BaseMessage], **changes: Any) -> tuple[str, Any]:
     """The text and the receipt."""
-    message = chat.generate(messages, {**SETTINGS, **changes}).generations[0].message
+    message = (
+        chat.call(Question(messages, {**SETTINGS, **changes})).generate().generations[0].message
+    )
     return str(message.content), message.response_metadata["cacheslide"]
 
 
@@ -144,10 +147,12 @@ def test_cold_dense_and_unchanged_turns_say_what_stock_vllm_says(
 def test_a_stream_ends_with_the_receipt(url: str, text: Callable[[int], str]) -> None:
     first, second = turns(text)
     whole, _ = answer(remote(url), first)
-    pieces = list(remote(url).stream(first, SETTINGS))
+    pieces = list(remote(url).call(Question(first, SETTINGS)).stream())
     assert "".join(str(piece.message.content) for piece in pieces) == whole
     assert pieces[-1].message.response_metadata["cacheslide"]["outcome"] == "hit"
-    moved = list(remote(url).stream(second, SETTINGS))[-1].message.response_metadata["cacheslide"]
+    moved = list(remote(url).call(Question(second, SETTINGS)).stream())[
+        -1
+    ].message.response_metadata["cacheslide"]
     assert (moved["outcome"], moved["reused_tokens"] > 600) == ("partial", True)
 
 

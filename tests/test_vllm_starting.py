@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from cacheslide_agents.errors import BackendError, StoreError, UnsupportedModelError
+from cacheslide_agents.errors import (
+    BackendError,
+    ModelNotFoundError,
+    StoreError,
+    UnsupportedModelError,
+)
 from vllm_cacheslide.settings import Settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, at its import
@@ -105,6 +112,64 @@ def test_what_was_not_written_at_the_end_is_logged(
     made.close()
     assert [each.closed for each in thread.made] == [1]
     assert told == ["CacheSlide: the last contexts may not be on SSD"] * logged
+
+
+def test_the_backend_takes_every_setting_but_what_only_a_server_reads(
+    thread: type[Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_cacheslide import backend
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(backend, "engine_args", lambda _, extra, __: given.update(extra))
+    backend.VllmBackend("model", tenant_quota_bytes=7, namespace_quota_bytes=5)
+    settings = Settings.of(given)
+    assert (settings.tenant_quota_bytes, settings.namespace_quota_bytes) == (7, 5)
+    named = {field.name for field in fields(Settings)}
+    assert named - given.keys() == {"receipts", "policy", "tenant_header"}
+
+
+@dataclass(frozen=True)
+class Finder:
+    """An entry point that finds models; `found` is a folder or what is raised instead."""
+
+    found: Path | Exception
+    missing: str = ""
+    value: str = "other:finder"
+
+    def load(self) -> Callable[[str], Path]:
+        if self.missing:
+            raise ImportError(self.missing)
+        return self._find
+
+    def _find(self, model: str) -> Path:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
+
+
+def located_by(monkeypatch: pytest.MonkeyPatch, *finders: Finder) -> Path | str:
+    from vllm_cacheslide import launch
+
+    monkeypatch.setattr(launch, "entry_points", lambda group: finders)
+    return launch.located("some/tiny")
+
+
+def test_all_who_find_models_are_asked_and_the_first_to_know_it_wins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unknown = [Finder(ModelNotFoundError(f"{name} has none")) for name in ("first", "second")]
+    known = [Finder(Path(name)) for name in ("third", "fourth")]
+    assert located_by(monkeypatch, *unknown, *known) == Path("third")
+    assert located_by(monkeypatch) == "some/tiny"
+    with pytest.raises(ModelNotFoundError, match="first has none"):
+        located_by(monkeypatch, *unknown)
+
+
+def test_one_who_finds_models_but_lacks_a_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lame = Finder(Path("never"), missing="No module named 'gguf'")
+    expected = r"other:finder, which finds models, needs a package .*'gguf'\); install it"
+    with pytest.raises(BackendError, match=expected):
+        located_by(monkeypatch, lame)
 
 
 class Attached:

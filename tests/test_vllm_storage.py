@@ -109,8 +109,7 @@ def test_of_a_session_ssd_keeps_one_context_and_memory_four(settings: Settings) 
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that have gone by, as the store sees them."""
     passed = [0.0]
-    for place in ("slide.monotonic", "holdings.monotonic"):
-        monkeypatch.setattr(f"cacheslide_agents.pages.{place}", lambda: 1000 + passed[0])
+    monkeypatch.setattr("cacheslide_agents.pages.holdings.monotonic", lambda: 1000 + passed[0])
     monkeypatch.setattr("cacheslide_agents.pages.holdings.time", lambda: 5000 + passed[0])
     return passed
 
@@ -118,7 +117,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_the_scheduler_is_told_what_idle_time_took(
     settings: Settings, restoring: Any, clock: list[float]
 ) -> None:
-    from vllm_cacheslide.orders import Keep, Note, StepOrders
+    from vllm_cacheslide.orders import Keep, Note, Order, StepOrders
     from vllm_cacheslide.receipts import Receipts
     from vllm_cacheslide.working import Working
 
@@ -127,11 +126,12 @@ def test_the_scheduler_is_told_what_idle_time_took(
         keeping: Any = SimpleNamespace(keep=lambda order, *_: store.put(order.context, layers()))
         restored = restoring.Restored(store, ALONE, "model")
         side = Working(store, plan, keeping, Receipts(9), restored, ALONE, 2, ages=True)
-        keep = Keep("engine", "request", plan, (), number=7, context=context(0))
+        keep = Keep(Order("engine", "request", plan, ()), 7, context(0), ())
         assert not side.carry_out(StepOrders(keeps=(keep,)))
         assert not side.take_results().lost
         clock[0] = 61
-        assert not side.carry_out(StepOrders(notes=(Note("next", "next", plan, (), sibling=True),)))
+        sibling = Note(Order("next", "next", plan, (), sibling=True), 0)
+        assert not side.carry_out(StepOrders(notes=(sibling,)))
         assert side.take_results().lost == {7}
         assert store.counts()["expired"] == 1
 
@@ -141,7 +141,7 @@ def test_what_is_computed_on_approximate_blocks_is_not_exact(
 ) -> None:
     """A reuse that was preempted comes back to blocks of its own, and then loses its source."""
     from vllm_cacheslide import working
-    from vllm_cacheslide.orders import Keep, Prefill, StepOrders
+    from vllm_cacheslide.orders import Keep, Order, Prefill, StepOrders
     from vllm_cacheslide.receipts import Receipts
 
     monkeypatch.setattr(working, "agree", lambda jobs: None)
@@ -150,15 +150,15 @@ def test_what_is_computed_on_approximate_blocks_is_not_exact(
     for engine_id, approximate_from, start in (("own", 12, 16), ("exact", 12, 12), ("new", 0, 0)):
         plan = dense_plan(ids, (), CacheSlide(), outcome="hit", reason="")
         plan = replace(plan, exact=np.arange(30) < approximate_from)
-        order = Prefill(engine_id, engine_id, plan, (99,), start=start, blocks=(0, 1))
-        keep = Keep(engine_id, engine_id, plan, (), number=7, context=context(0))
+        ordered = Prefill(Order(engine_id, engine_id, plan, (99,)), (0, 1), start)
+        keep = Keep(Order(engine_id, engine_id, plan, ()), 7, context(0), ())
         with open_store(settings, ALONE) as store:
             prefill: Any = SimpleNamespace(run=lambda jobs, store: None)
             keeping: Any = SimpleNamespace(keep=lambda order, *_: done.append(order.context))
             receipts = Receipts(9)
             restored = restoring.Restored(store, ALONE, "model")
             side = working.Working(store, prefill, keeping, receipts, restored, ALONE, 2)
-            side.carry_out(StepOrders(prefills=(order,)))
+            side.carry_out(StepOrders(prefills=(ordered,)))
             side.carry_out(StepOrders(keeps=(keep,), ended=(engine_id,)))
             receipt = receipts.of(engine_id)
             assert receipt is not None and receipt.outcome == "fallback"
@@ -237,7 +237,7 @@ def test_an_index_that_cannot_be_written_fails_no_request(
     settings: Settings, restoring: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_cacheslide import working
-    from vllm_cacheslide.orders import Prefill
+    from vllm_cacheslide.orders import Order, Prefill
     from vllm_cacheslide.receipts import Receipts
 
     def full(*_: Any) -> Any:
@@ -256,10 +256,26 @@ def test_an_index_that_cannot_be_written_fails_no_request(
         plan = dense_plan(
             np.arange(3), (), CacheSlide(), outcome="fallback", reason="NonFiniteError: nan"
         )
-        order = Prefill("e", "r", plan, (0,))
-        side._drop_sources({side._dense_job(order, plan.reason): order})
+        prefill = Prefill(Order("e", "r", plan, (0,)), (), 0)
+        side._drop_sources({side._dense_job(prefill, plan.reason): prefill})
         assert [int(held.ids[0]) for held in store.contexts()] == [2]
         assert side.take_results().lost == {0}
+
+
+def test_answers_that_share_blocks_fail_together(restoring: Any) -> None:
+    from vllm_cacheslide.agreement import fail_together
+    from vllm_cacheslide.rows import Job
+
+    plan = dense_plan(np.arange(9), (), CacheSlide(), outcome="hit", reason="")
+    rows = np.arange(8)
+    keeper, sibling, other = (
+        Job(name, name, plan, blocks, rows, 0)
+        for name, blocks in (("a", (3, 4)), ("b", (3, 5)), ("c", (6, 7)))
+    )
+    keeper.fail(OSError("torn"))
+    fail_together([keeper, sibling, other])
+    assert "torn" in sibling.trouble and "shares blocks" in sibling.trouble
+    assert not other.trouble
 
 
 def test_an_engine_of_another_size_finds_nothing(settings: Settings, restoring: Any) -> None:

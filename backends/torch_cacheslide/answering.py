@@ -16,9 +16,9 @@ import torch
 from cacheslide_agents.backend import GenerationRequest, Receipt, Scores
 from cacheslide_agents.policies.base import Policy, Population
 from cacheslide_agents.policies.checks import policy_of
-from torch_cacheslide.engine import Job
 from torch_cacheslide.grammar import Constraint
 from torch_cacheslide.idle import IdleWork
+from torch_cacheslide.jobs import Job
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.runtime import Runtime
 from torch_cacheslide.writing import Writer
@@ -41,7 +41,7 @@ class Answering:
         limit = min(request.sampling.max_tokens, self.window - len(request.prompt_ids))
         decoding = self.writer.decoding(request, start, limit)
         with self.prefilled(request, limit * decoding.width) as prompted:
-            growth = prompted.growth(self.runtime, decoding.width)
+            growth = self.runtime.growth(prompted, decoding.width)
             receipt: Receipt | None = None
             for step in decoding.steps(prompted.prefilled.logits[-1], growth, job.cancelled.is_set):
                 receipt = receipt or _timed(prompted, job, queued)
@@ -56,7 +56,7 @@ class Answering:
             receipt = _timed(prompted, job, queued)
             logits = prompted.prefilled.logits
             if len(continuation) > 1:
-                more = prompted.continuation(self.runtime).append(list(continuation[:-1]))
+                more = self.runtime.continuation(prompted).append(list(continuation[:-1]))
                 logits = torch.cat([logits, more])
             logprobs = torch.log_softmax(logits, dim=-1).float().cpu().numpy()
         self._count(prompted.receipt)

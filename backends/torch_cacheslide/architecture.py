@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheslide_agents.errors import ModelLoadError, UnsupportedModelError
+from cacheslide_agents.position.layers import WINDOWED, restricted_layers
 from cacheslide_agents.position.rotary import Rotary
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mpt", "cope_llama")
@@ -49,16 +50,17 @@ def check_layers(config: Any, folder: Path) -> None:
     if config.model_type == "mpt":
         _check_mpt(config, folder)
         return
-    window = _active_window(config)
-    if window is not None:
+    kinds, width = restricted_layers(config), getattr(config, "sliding_window", None)
+    if width is not None and width >= config.max_position_embeddings:
+        kinds -= {WINDOWED}
+    if WINDOWED in kinds and width is not None:
         raise UnsupportedModelError(
-            f"{folder}: sliding-window attention over {window} of {config.max_position_embeddings} "
+            f"{folder}: sliding-window attention over {width} of {config.max_position_embeddings} "
             "positions is not handled by the torch backend; use a checkpoint with full attention"
         )
-    mixed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if mixed and getattr(config, "sliding_window", None) is None:
+    if kinds:
         raise UnsupportedModelError(
-            f"{folder}: layers of type {', '.join(sorted(mixed))} are not handled by the torch "
+            f"{folder}: layers of type {', '.join(sorted(kinds))} are not handled by the torch "
             "backend; use a checkpoint whose layers all have full attention"
         )
     _check_rotary(config, folder)
@@ -87,14 +89,3 @@ def _check_rotary(config: Any, folder: Path) -> None:
             f"{folder}: the rotary parameters of config.json cannot be used ({trouble}); fetch it "
             "again"
         )
-
-
-def _active_window(config: Any) -> int | None:
-    """Width of a sliding window that is narrower than the context and in use by some layer."""
-    window = getattr(config, "sliding_window", None)
-    if window is None or not getattr(config, "use_sliding_window", True):
-        return None
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return int(window) if window < config.max_position_embeddings else None

@@ -7,11 +7,12 @@ queue; one worker thread answers them in order.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from os import PathLike
 from typing import Any, cast
+from weakref import finalize
 
 import torch
 
@@ -19,6 +20,7 @@ from cacheslide_agents.backend import GenerationChunk, GenerationRequest, Scores
 from cacheslide_agents.chunks import EncodedPrompt
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.base import PageStore
+from cacheslide_agents.pages.limits import GIB
 from cacheslide_agents.policies import CacheSlide
 from cacheslide_agents.policies.base import Policy
 from cacheslide_agents.policies.canonical import ProfilePaths, Profiles
@@ -30,10 +32,11 @@ from cacheslide_agents.position.profile import Profile
 from torch_cacheslide.answering import Answering
 from torch_cacheslide.calibration import Calibration
 from torch_cacheslide.canonical import cope_model
-from torch_cacheslide.engine import Engine
 from torch_cacheslide.families import ends_of, position_of, stack_of, window_of
 from torch_cacheslide.fused import attention_for
+from torch_cacheslide.grammar import Constraint
 from torch_cacheslide.idle import IdleWork
+from torch_cacheslide.jobs import JobQueue
 from torch_cacheslide.load import Decoupling, Loading
 from torch_cacheslide.models import load_model
 from torch_cacheslide.options import checked
@@ -42,8 +45,6 @@ from torch_cacheslide.runtime import Runtime
 from torch_cacheslide.storage import Storage
 from torch_cacheslide.threads import set_threads
 from torch_cacheslide.writing import Writer
-
-GIB = 1 << 30
 
 
 class TorchBackend:
@@ -112,8 +113,8 @@ class TorchBackend:
         ends = ends_of(loaded.model, loaded.tokenizer)
         self._writer = Writer(loaded.tokenizer, self._checks.vocabulary, ends)
         cost = CostModel.from_config(config)
-        self.position = rotary = position_of(config)
-        if isinstance(rotary, Contextual) and loading.decoupling is Decoupling.SLOTS:
+        self.position = position_of(config)
+        if isinstance(self.position, Contextual) and loading.decoupling is Decoupling.SLOTS:
             raise RequestError("decoupling='slots' is not for CoPE, which counts keys; use 'late'")
         self._profiles = Profiles(partial(cope_model, loaded), profiles)
         self.profiled = self._profiles.tasks
@@ -121,7 +122,7 @@ class TorchBackend:
         self.store = self._storage.store
         self._runtime = Runtime(
             stack,
-            rotary,
+            self.position,
             self.store,
             cost,
             loaded.fingerprint,
@@ -130,29 +131,35 @@ class TorchBackend:
             guard=guard,
             profiles=self._profiles,
         )
-        self._engine = Engine(f"cacheslide-{self.model_id}")
+        self._queue = JobQueue(f"cacheslide-{self.model_id}")
+        finalize(self, self._queue.end)
         policy = policy if policy is not None else CacheSlide()
-        self._idle = IdleWork(self._runtime, self._engine, policy)
+        self._idle = IdleWork(self._runtime, self._queue, policy)
         self._work = Answering(self._runtime, self._writer, self._idle, policy, self.max_model_len)
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         """Stream the answer. Closing the iterator cancels after the prefill or token under way."""
         self._checks.prompt(request.prompt_ids)
-        return self._engine.stream(partial(self._work.answer, request, self._writer.start(request)))
+        return self._chunks(request, self._writer.start(request))
 
-    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """The same for asyncio; cancelling the task cancels the request."""
         self._checks.prompt(request.prompt_ids)
-        if request.grammar is None:
-            return self._engine.astream(partial(self._work.answer, request, None))
-        return self._aconstrained(request)
+        return self._achunks(request)
 
-    async def _aconstrained(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    def _chunks(
+        self, request: GenerationRequest, start: Constraint | None
+    ) -> Generator[GenerationChunk, None, None]:
+        """A method, lest a backend that nobody else holds ends before its answer is out."""
+        yield from self._queue.stream(partial(self._work.answer, request, start))
+
+    async def _achunks(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """A grammar takes up to seconds to compile: neither the event loop nor the worker waits."""
-        start = await asyncio.to_thread(self._writer.start, request)
-        async with aclosing(
-            self._engine.astream(partial(self._work.answer, request, start))
-        ) as chunks:
+        start = None
+        if request.grammar is not None:
+            start = await asyncio.to_thread(self._writer.start, request)
+        work = partial(self._work.answer, request, start)
+        async with aclosing(self._queue.astream(work)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -160,13 +167,13 @@ class TorchBackend:
         """Log-probabilities of every vocabulary entry before each continuation token."""
         room = self._checks.ids("continuation_ids", continuation_ids)
         self._checks.prompt(request.prompt_ids, room)
-        (scores,) = self._engine.stream(partial(self._work.score, request, continuation_ids))
+        (scores,) = self._queue.stream(partial(self._work.score, request, continuation_ids))
         return cast(Scores, scores)
 
     def warm(self, request: GenerationRequest) -> None:
         """Fill the store with what the policy will look for when a prompt like this one comes."""
         self._checks.prompt(request.prompt_ids)
-        list(self._engine.stream(lambda _: self._work.warm(request)))
+        list(self._queue.stream(lambda _: self._work.warm(request)))
 
     def pin(self, session: str, namespace: str = "default") -> None:
         self.store.pin(session, namespace)
@@ -183,7 +190,7 @@ class TorchBackend:
     ) -> Profile:
         """The CCPE profile of one task, for a CoPE model; `seen` is told how many are done."""
         calibration = Calibration(self._runtime, self._profiles.model)
-        for number in self._engine.stream(partial(calibration.run, map(self._fitting, prompts))):
+        for number in self._queue.stream(partial(calibration.run, map(self._fitting, prompts))):
             if seen is not None:
                 seen(number)
         return calibration.profile()
@@ -194,13 +201,13 @@ class TorchBackend:
 
     def settle(self, timeout: float | None = None) -> bool:
         """Wait until idle work (refreshes, guard checks) is done; false after `timeout` seconds."""
-        return self._engine.settle(timeout)
+        return self._queue.settle(timeout)
 
     def metrics(self) -> Mapping[str, float]:
         return {**self._work.metrics(), **self._idle.metrics(), **self.store.metrics()}
 
     def close(self) -> None:
-        self._engine.close()
+        self._queue.close()
         self._idle.close()
         self._storage.close()
 

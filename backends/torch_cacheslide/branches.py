@@ -24,19 +24,19 @@ Rows = npt.NDArray[np.int64]
 
 
 class Branches:
-    """Grows answers after a prompt of `length` rows whose next position is `position`."""
+    """Grows answers after a prompt of `length` rows whose next position is `next_position`."""
 
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Position,
+        position: Position,
         cache: WorkingCache,
         *,
         length: int,
-        position: int,
+        next_position: int,
     ) -> None:
-        self._stack, self._rotary, self._cache = stack, rotary, cache
-        self._length, self._row, self._position = length, length, position
+        self._stack, self._position, self._cache = stack, position, cache
+        self._length, self._row, self._next_position = length, length, next_position
         self._tokens: list[int] = []
         self._parents: list[int] = []
         # one column more than there are rows: what nobody owns is seen by nobody
@@ -58,18 +58,16 @@ class Branches:
         self._seen[:, self._row : self._row + count].fill_diagonal_(True)
         self._cache.set_rows(rows)
         layouts = BranchLayouts(rows, device, self._cache, self._seen)
-        positions = torch.full((count,), self._position, device=device)
+        positions = torch.full((count,), self._next_position, device=device)
         self._cache.place(self._row, positions)
-        cos, sin = self._rotary.cos_sin(positions, self._stack.dtype)
-        hidden = self._stack.embed(torch.tensor(tokens, device=device))
-        for layer in range(self._stack.layers):
-            hidden = self._stack.layer(layer, hidden, (cos[None], sin[None]), self._cache, layouts)
+        cos_sin = self._position.cos_sin(positions, self._stack.dtype)
+        logits = self._stack.forward(tokens, cos_sin, self._cache, layouts)
         self._tokens += tokens
         self._parents += tips
         self._places = {int(row): place for place, row in enumerate(rows)}
         self._row += count
-        self._position += 1
-        return self._stack.logits(hidden), rows.tolist()
+        self._next_position += 1
+        return logits, rows.tolist()
 
     def keep(self, tip: int) -> list[int]:
         """The tokens of the branch that ends at `tip`; their rows now follow the prompt's."""

@@ -28,7 +28,7 @@ from cacheslide_agents.position.profile import (
     bin_of,
     chunks_behind_updates,
 )
-from torch_cacheslide.engine import Job
+from torch_cacheslide.jobs import Job
 from torch_cacheslide.runtime import Runtime
 
 ROW_BLOCK = 1024

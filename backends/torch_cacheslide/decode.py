@@ -32,7 +32,7 @@ class Growth(Protocol):
 
 
 class Continuation:
-    """Appends tokens after a prompt of `length` tokens whose next position is `position`.
+    """Appends tokens after a prompt of `length` tokens whose next position is `next_position`.
 
     `tokens` are those that went through the layers, and so have keys and values.
     """
@@ -40,14 +40,14 @@ class Continuation:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Position,
+        position: Position,
         cache: WorkingCache,
         *,
         length: int,
-        position: int,
+        next_position: int,
     ) -> None:
-        self._stack, self._rotary, self._cache = stack, rotary, cache
-        self._row, self._position = length, position
+        self._stack, self._position, self._cache = stack, position, cache
+        self._row, self._next_position = length, next_position
         self.tokens: list[int] = []
         cache.correction = None
 
@@ -55,18 +55,15 @@ class Continuation:
         """Run `tokens` [t] through the layers; logits [t, vocabulary] after each of them."""
         count, device = len(tokens), self._stack.device
         rows = np.arange(self._row, self._row + count, dtype=np.int64)
-        positions = torch.arange(self._position, self._position + count, device=device)
-        cos, sin = self._rotary.cos_sin(positions, self._stack.dtype)
+        positions = torch.arange(self._next_position, self._next_position + count, device=device)
+        cos_sin = self._position.cos_sin(positions, self._stack.dtype)
         self._cache.place(self._row, positions)
         self._cache.set_rows(rows)
-        layouts = self._cache.layouts
-        hidden = self._stack.embed(torch.tensor(tokens, device=device))
-        for layer in range(self._stack.layers):
-            hidden = self._stack.layer(layer, hidden, (cos[None], sin[None]), self._cache, layouts)
+        logits = self._stack.forward(tokens, cos_sin, self._cache, self._cache.layouts)
         self._row += count
-        self._position += count
+        self._next_position += count
         self.tokens += tokens
-        return self._stack.logits(hidden)
+        return logits
 
     def grow(self, tokens: Sequence[int], tips: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """For a single answer, which always goes on after its last token."""

@@ -6,7 +6,6 @@ tokenizer and chat template.
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from cacheslide_agents.errors import ModelLoadError, install_hint
 from cacheslide_agents.weights.fingerprint import file_digest
 from torch_cacheslide.derived import derived
 from torch_cacheslide.quiet import quiet
-
-_GGUF_STRING = 8
 
 
 def converted(gguf: Path, models: Path) -> Path:
@@ -81,13 +78,10 @@ def _restore_split(tokenizer: Any, gguf: Path) -> None:
 
 
 def _string_field(gguf: Path, key: str) -> str | None:
-    """A string of the header: key, uint32 value type, uint64 length, UTF-8; little-endian."""
-    with gguf.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = data.find(len(key).to_bytes(8, "little") + key.encode())
-        if at < 0:
-            return None
-        at += 8 + len(key)
-        if int.from_bytes(data[at : at + 4], "little") != _GGUF_STRING:
-            return None
-        length = int.from_bytes(data[at + 4 : at + 12], "little")
-        return data[at + 12 : at + 12 + length].decode("utf-8")
+    """A string of the header; it takes seconds, for the whole of it is read."""
+    from gguf import GGUFReader, GGUFValueType
+
+    field = GGUFReader(gguf).get_field(key)
+    if field is None or field.types != [GGUFValueType.STRING]:
+        return None
+    return bytes(field.parts[field.data[0]]).decode("utf-8")

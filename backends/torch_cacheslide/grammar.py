@@ -11,6 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from threading import Lock
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from cacheslide_agents.errors import BackendError, RequestError, install_hint
+from cacheslide_agents.prompt.calls import CALL_TOKEN
 from cacheslide_agents.sampling import Grammar, GrammarKind
 from torch_cacheslide.detokenize import special_ids
 from torch_cacheslide.schema import MOST_SPACES, prepared, rules_of
@@ -37,6 +39,8 @@ MOST_CHARACTERS = 1 << 18
 MOST_NESTING = 128
 """Brackets inside brackets of a schema: compiling takes time in proportion to its square."""
 SPACES = "max_whitespace_cnt"
+UNWRITTEN = b"\xff"
+"""For a token that leaves no trace in the text: a grammar that names it allows it, JSON never."""
 _PREFIX = re.compile(r"^(?:\[[\d:]+\] )?\S+\.(?:cc|h):\d+: |Check failed: .*? is false: ")
 
 
@@ -44,7 +48,8 @@ class Grammars:
     """Compiles grammars for one tokenizer; for use by any thread.
 
     `vocabulary` is the width of the model's logits and `ends` the ids that may end an answer.
-    Special tokens other than those are never allowed: they would leave no trace in the text.
+    Special tokens other than those would leave no trace in the text: none is allowed but the one
+    that begins tool calls, at the beginning of an answer whose grammar names it.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
         self._ready = lru_cache(maxsize=64)(_checked)  # so that it logs once, not every time
         self._lock = Lock()
-        self._made: Engine | None = None
+        self._made: GrammarEngine | None = None
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """A new answer's constraint; the compiled grammar is kept for the next one.
@@ -76,15 +81,15 @@ class Grammars:
         except (RuntimeError, TypeError, ValueError) as error:
             reason = _PREFIX.sub("", " ".join(str(error).split()))
             raise RequestError(f"the {grammar.kind} grammar cannot be used: {reason}") from error
-        return Constraint(matcher, engine.guard, self._vocabulary)
+        return Constraint(matcher, engine, self._vocabulary, '"type": "token"' in source)
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> GrammarEngine:
         with self._lock:
             if self._made is None:
                 self._made = self._make()
             return self._made
 
-    def _make(self) -> Engine:
+    def _make(self) -> GrammarEngine:
         try:
             from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
         except ImportError as error:
@@ -100,11 +105,11 @@ class Grammars:
         seen = TokenizerInfo.from_huggingface(
             self._tokenizer, vocab_size=self._vocabulary, stop_token_ids=self._ends
         )
-        special = special_ids(self._tokenizer)
-        pieces = [
-            piece if token not in special and well_formed(piece) else b""  # which is never allowed
-            for token, piece in enumerate(map(bytes, seen.decoded_vocab))
-        ]
+        special, pieces = special_ids(self._tokenizer), [*map(bytes, seen.decoded_vocab)]
+        opening = [token for token in special if pieces[token : token + 1] == [CALL_TOKEN.encode()]]
+        for token, piece in enumerate(pieces):
+            if token in special or not well_formed(piece):
+                pieces[token] = UNWRITTEN if token in opening else b""  # which is never allowed
         info = TokenizerInfo(
             pieces,
             VocabType.RAW,
@@ -115,25 +120,26 @@ class Grammars:
         compiler = GrammarCompiler(
             info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES
         )
-        return Engine(compiler, Utf8Guard(pieces))
+        return GrammarEngine(compiler, Utf8Guard(pieces), opening)
 
 
 @dataclass(frozen=True)
-class Engine:
+class GrammarEngine:
     """xgrammar's compiler for one tokenizer, and what it needs besides."""
 
     compiler: GrammarCompiler
     guard: Utf8Guard
+    opening: list[int]
 
 
 class Constraint:
-    """One answer's place in its grammar."""
+    """One answer's place in its grammar. `opens`: it may begin with the engine's `opening`."""
 
     def __init__(
-        self, matcher: GrammarMatcher, guard: Utf8Guard, vocabulary: int, last: int = -1
+        self, matcher: GrammarMatcher, engine: GrammarEngine, vocabulary: int, opens: bool
     ) -> None:
-        self._matcher, self._guard, self._vocabulary = matcher, guard, vocabulary
-        self._last = last
+        self._matcher, self._engine, self._vocabulary = matcher, engine, vocabulary
+        self._opens, self._last = opens, -1
         self._bits = np.zeros((1, -(-vocabulary // 32)), dtype=np.int32)
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -147,18 +153,22 @@ class Constraint:
         """Go on with `token`, which must be an allowed one."""
         if not self._matcher.accept_token(token):
             raise RequestError(f"token {token} does not continue the grammar")
-        self._last = token
+        self._opens, self._last = False, token
 
     def fork(self) -> Constraint:
         """Another answer at the same place."""
-        return Constraint(self._matcher.fork(), self._guard, self._vocabulary, self._last)
+        twin = copy(self)
+        twin._matcher, twin._bits = self._matcher.fork(), self._bits.copy()
+        return twin
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, bool [vocabulary]."""
         self._matcher.fill_next_token_bitmask(self._bits)
         flags = np.unpackbits(self._bits.view(np.uint8), count=self._vocabulary, bitorder="little")
         allowed = flags.view(np.bool_)
-        wrong = self._guard.wrong_after(self._last)
+        if not self._opens:
+            allowed[self._engine.opening] = False
+        wrong = self._engine.guard.wrong_after(self._last)
         return torch.from_numpy(allowed if wrong is None else allowed & ~wrong)
 
 

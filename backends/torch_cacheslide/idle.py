@@ -10,6 +10,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from math import inf
+from threading import Lock
 from time import time
 
 import torch
@@ -21,7 +22,7 @@ from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.policies.base import Plan, Policy
 from cacheslide_agents.policies.draft import dense_plan
 from cacheslide_agents.policies.guard import QualityGuard, Verdict
-from torch_cacheslide.engine import Abandoned, Engine, Interrupt
+from torch_cacheslide.jobs import Abandoned, Interrupt, JobQueue
 from torch_cacheslide.load import sources_of
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.runtime import Runtime
@@ -34,11 +35,12 @@ _REFRESHED = 16
 
 
 class IdleWork:
-    """Schedules work on `engine` that runs `runtime` when no request needs it."""
+    """Schedules work on `queue` that runs `runtime` when no request needs it."""
 
-    def __init__(self, runtime: Runtime, engine: Engine, policy: Policy) -> None:
-        self._runtime, self._engine, self._policy = runtime, engine, policy
+    def __init__(self, runtime: Runtime, queue: JobQueue, policy: Policy) -> None:
+        self._runtime, self._queue, self._policy = runtime, queue, policy
         self._keys: OrderedDict[tuple[str, str], set[ContextKey]] = OrderedDict()
+        self._keys_lock = Lock()  # the worker writes, and whoever asks for a refresh reads
         self._counts: dict[str, float] = {"refreshes": 0.0, "guard_kl": 0.0}
         self._leases: dict[Lease, None] = {}
 
@@ -46,11 +48,7 @@ class IdleWork:
         """Look at a request that was prefilled: whose it was, and whether it is to be checked."""
         session, key = prompted.request.session, prompted.key
         if session is not None:
-            whose = (session, key.namespace)
-            self._keys.setdefault(whose, set()).add(key)
-            self._keys.move_to_end(whose)
-            if len(self._keys) > _SESSIONS:
-                self._keys.popitem(last=False)
+            self._note(session, key)
         guard = self._runtime.guard
         if guard is None:
             return
@@ -61,23 +59,33 @@ class IdleWork:
 
     def refresh(self, session: str, namespace: str) -> None:
         """Have the newest context of `session` computed densely, unless it is exact already."""
-        for key in tuple(self._keys.get((session, namespace), ())):
+        with self._keys_lock:
+            keys = tuple(self._keys.get((session, namespace), ()))
+        for key in keys:
             newest = next(iter(self._runtime.store.find(key, session)), None)
             if newest is not None and newest.session == session and not newest.exact.all():
                 self._refresh(newest)
 
     def close(self) -> None:
-        """Let go of what work that will not be done any more held; the engine is closed."""
+        """Let go of what work that will not be done any more held; the queue is closed."""
         while self._leases:
             self._release(next(iter(self._leases)))
 
     def metrics(self) -> Mapping[str, float]:
         guard = self._runtime.guard
         return {
-            **self._engine.counts(),
+            **self._queue.counts(),
             **self._counts,
             **(guard.metrics() if guard is not None else {}),
         }
+
+    def _note(self, session: str, key: ContextKey) -> None:
+        whose = (session, key.namespace)
+        with self._keys_lock:
+            self._keys.setdefault(whose, set()).add(key)
+            self._keys.move_to_end(whose)
+            if len(self._keys) > _SESSIONS:
+                self._keys.popitem(last=False)
 
     def _refresh(self, context: StoredContext) -> None:
         def work(interrupt: Interrupt) -> None:
@@ -86,7 +94,7 @@ class IdleWork:
             if self._runtime.recompute(context, self._policy, interrupt):
                 self._counts["refreshes"] += 1
 
-        self._engine.idle(("refresh", id(context)), work)
+        self._queue.idle(("refresh", id(context)), work)
 
     def _check(self, guard: QualityGuard, prompted: Prompted) -> None:
         """Compare a reuse with the dense run of the same prompt."""
@@ -98,7 +106,7 @@ class IdleWork:
             distance = divergence(prefilled.logits[-1], reused)
             self._judge(guard, key, distance)
 
-        self._engine.idle(("guard", prompted.request.request_id), work)
+        self._queue.idle(("guard", prompted.request.request_id), work)
 
     def _check_again(self, guard: QualityGuard, prompted: Prompted, declined: Plan) -> None:
         """Try the reuse that was forbidden, if its contexts were stored after it was."""
@@ -115,7 +123,7 @@ class IdleWork:
 
         def work(interrupt: Interrupt) -> None:
             try:
-                placed = self._runtime.canonical(declined, key.task)
+                placed = self._runtime.planning.canonical(declined, key.task)
                 prefilled, _ = self._runtime.run(declined, 0, interrupt, placed)
                 distance = divergence(dense, prefilled.logits[-1])
             except Abandoned:
@@ -126,7 +134,7 @@ class IdleWork:
             self._release(lease)
             self._judge(guard, key, distance)
 
-        if not self._engine.idle(("guard", prompted.request.request_id), work):
+        if not self._queue.idle(("guard", prompted.request.request_id), work):
             self._release(lease)
 
     def _release(self, lease: Lease) -> None:

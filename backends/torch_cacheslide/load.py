@@ -18,13 +18,10 @@ from torch import Tensor
 from cacheslide_agents.chunks import Run
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.base import PageStore, StoredContext
-from cacheslide_agents.pages.loader import AheadLoader, Fill, InlineLoader, Loader
+from cacheslide_agents.pages.loader import Fill, Loader, loader_for
 from cacheslide_agents.policies.base import Plan
 from cacheslide_agents.position.base import Position
 from torch_cacheslide.cache import WorkingCache
-
-DEPTH = 4
-"""Layers that a loader may be ahead, where nothing else is asked for."""
 
 
 class Decoupling(StrEnum):
@@ -75,13 +72,11 @@ class Loading:
     def loader(
         self, fill: Fill, plan: Plan, store: PageStore, layers: int, device: torch.device
     ) -> Loader:
-        depth = self.depth
-        if depth is None:
+        def gains() -> bool:
             resident = all(store.in_memory(source) for source in sources_of(plan))
-            depth = 0 if resident and device.type == "cpu" and not _idle_core() else DEPTH
-        if not depth or not plan.runs:
-            return InlineLoader(fill)
-        return AheadLoader(fill, layers, depth, device if device.type == "cuda" else None)
+            return not resident or device.type != "cpu" or _idle_core()
+
+        return loader_for(fill, layers, self.depth if plan.runs else 0, device, gains)
 
 
 class RunLoad:
@@ -94,11 +89,11 @@ class RunLoad:
         self,
         plan: Plan,
         store: PageStore,
-        rotary: Position,
+        position: Position,
         cos_sin: tuple[Tensor, Tensor],
         cache: WorkingCache,
     ) -> None:
-        self._plan, self._store, self._rotary, self._cache = plan, store, rotary, cache
+        self._plan, self._store, self._position, self._cache = plan, store, position, cache
         self._cos, self._sin = cos_sin
         self.total = torch.zeros((), dtype=torch.float32, device=self._cos.device)
         self._whole = _by_source(plan, len(plan.ids))
@@ -119,7 +114,7 @@ class RunLoad:
         for run in runs:
             loaded, here = slice(there, there + run.length), slice(run.start, run.stop)
             there += run.length
-            self._rotary.rotate(
+            self._position.rotate(
                 keys[:, loaded],
                 self._cos[here],
                 self._sin[here],

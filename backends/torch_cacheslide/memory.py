@@ -15,10 +15,14 @@ _CPU_ALLOCATOR = "DefaultCPUAllocator"
 """In torch's message where the host has no memory; for GPUs torch has an error of its own."""
 
 
+class NoRoomError(RequestError):
+    """The tokens of a request do not fit in memory, however they are computed."""
+
+
 def slots(arena: Arena, tokens: int, spare: int) -> tuple[Tensor, Tensor]:
     """Keys and values of `arena` for `tokens` and `spare` more.
 
-    `RequestError` where the tokens alone do not fit; with `spare` what torch raises, since dense
+    `NoRoomError` where the tokens alone do not fit; with `spare` what torch raises, since dense
     they may.
     """
     try:
@@ -26,7 +30,7 @@ def slots(arena: Arena, tokens: int, spare: int) -> tuple[Tensor, Tensor]:
     except (RuntimeError, MemoryError) as error:
         if spare or not _is_shortage(error):
             raise
-        raise RequestError(
+        raise NoRoomError(
             f"keys and values of {tokens} tokens, prompt and answers together, do not fit in "
             f"memory ({type(error).__name__}); shorten the prompt, or lower max_tokens, n or "
             "num_beams"

@@ -7,7 +7,7 @@ and rotated to their new place (`load`), the active rows are computed and overwr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import islice
 from time import perf_counter
@@ -25,14 +25,11 @@ from cacheslide_agents.position.profile import CanonicalRows
 from cacheslide_agents.selection.base import LayerSelector
 from torch_cacheslide.cache import WorkingCache
 from torch_cacheslide.correction import Correction
+from torch_cacheslide.jobs import Interrupt
 from torch_cacheslide.load import Decoupling, Loading, RunLoad
 from torch_cacheslide.stack import DecoderStack
 
 Rows = npt.NDArray[np.int64]
-
-
-Interrupt = Callable[[], None]
-"""Called between layers; what it raises ends the prefill."""
 
 
 def go_on() -> None:
@@ -64,7 +61,7 @@ class SelectivePrefill:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Position,
+        position: Position,
         store: PageStore,
         plan: Plan,
         cache: WorkingCache,
@@ -79,8 +76,8 @@ class SelectivePrefill:
         self._device = stack.device
         positions = torch.from_numpy(plan.positions).to(self._device)
         cache.place(0, positions)
-        self._cos, self._sin = rotary.cos_sin(positions, stack.dtype)
-        self._load = RunLoad(plan, store, rotary, (self._cos, self._sin), cache)
+        self._cos, self._sin = position.cos_sin(positions, stack.dtype)
+        self._load = RunLoad(plan, store, position, (self._cos, self._sin), cache)
         self._loading = loading or Loading()
         self._residual_layers = frozenset(residual_layers)
         self._interrupt = interrupt

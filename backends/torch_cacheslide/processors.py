@@ -7,6 +7,7 @@ In: raw logits and the tokens so far. Out: logits with repeated tokens made less
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from typing import Protocol, Self
 
 import torch
@@ -29,16 +30,21 @@ class RepetitionPenalty:
 
     def __init__(self, penalty: float, prompt_ids: Iterable[int]) -> None:
         self._penalty = penalty
-        self._seen = frozenset(map(int, prompt_ids))
+        self._seen = set(map(int, prompt_ids))
+        self._index = torch.tensor(list(self._seen), dtype=torch.long)  # shared, never written to
 
     def apply(self, logits: Tensor) -> Tensor:
-        ids = torch.tensor(list(self._seen), device=logits.device)
-        score = logits[ids]
+        self._index = self._index.to(logits.device)
+        score = logits[self._index]
         score = torch.where(score < 0, score * self._penalty, score / self._penalty)
-        return logits.index_copy(0, ids, score)
+        return logits.index_copy(0, self._index, score)
 
     def accept(self, token: int) -> None:
-        self._seen |= {token}
+        if token not in self._seen:
+            self._seen.add(token)
+            self._index = torch.cat([self._index, self._index.new_tensor([token])])
 
-    def fork(self) -> RepetitionPenalty:
-        return RepetitionPenalty(self._penalty, self._seen)
+    def fork(self) -> Self:
+        forked = copy(self)
+        forked._seen = self._seen.copy()
+        return forked

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.errors import RequestError
-from cacheslide_agents.pages.base import ContextKey, LayerKV, PageStore, ReusedRun, StoredContext
+from cacheslide_agents.pages.base import ContextKey, LayerKV, PageStore, StoredContext
 from cacheslide_agents.pages.lease import Lease
 from cacheslide_agents.policies.base import Plan
+from cacheslide_agents.policies.kept import exact_with, reused_runs
 from cacheslide_agents.position.base import Position
 from torch_cacheslide.cache import WorkingCache
 
@@ -41,7 +42,7 @@ class Refresh(StrEnum):
 
 def remember(
     store: PageStore,
-    rotary: Position,
+    position: Position,
     key: ContextKey,
     plan: Plan,
     cache: WorkingCache,
@@ -62,21 +63,20 @@ def remember(
     if refresh is Refresh.NEVER:
         prompt_exact = np.logical_and.accumulate(plan.exact & ~corrected)
         corrected = np.zeros_like(corrected)
-    exact = np.concatenate([prompt_exact, np.full(len(generated), bool(prompt_exact.all()))])
     context = StoredContext(
         key=key,
         ids=np.concatenate([plan.ids, np.asarray(generated, dtype=np.int64)]),
-        exact=exact,
+        exact=exact_with(prompt_exact, len(generated)),
         spans=plan.spans,
         session=session,
         isolated=isolated,
     )
     layers = [
-        (_free_keys(store, rotary, plan, cache, layer, len(context)), values)
+        (_free_keys(store, position, plan, cache, layer, len(context)), values)
         for layer in range(len(cache.captured))
         for values in [cache.values_of(layer, len(context))]
     ]
-    return store.put(context, layers, residuals, reused_runs(plan, corrected), lease)
+    return store.put(context, layers, residuals, reused_runs(plan.runs, corrected), lease)
 
 
 def corrected_rows(plan: Plan, cache: WorkingCache) -> npt.NDArray[np.bool_]:
@@ -89,23 +89,8 @@ def corrected_rows(plan: Plan, cache: WorkingCache) -> npt.NDArray[np.bool_]:
     return computed & plan.hit
 
 
-def reused_runs(plan: Plan, corrected: npt.NDArray[np.bool_]) -> tuple[ReusedRun, ...]:
-    """The runs of `plan`; `corrected` [n] rows are stored anew."""
-    return tuple(
-        ReusedRun(
-            planned.source,
-            run.start,
-            run.cached_start,
-            run.length,
-            corrected[run.start : run.stop].copy(),
-        )
-        for planned in plan.runs
-        for run in [planned.run]
-    )
-
-
 def _free_keys(
-    store: PageStore, rotary: Position, plan: Plan, cache: WorkingCache, layer: int, tokens: int
+    store: PageStore, position: Position, plan: Plan, cache: WorkingCache, layer: int, tokens: int
 ) -> Tensor:
     """Position-free keys [kv_heads, tokens, head_dim] of all rows but those reused unchanged."""
     rotated = cache.keys[layer]
@@ -115,7 +100,7 @@ def _free_keys(
     for rows, captured in cache.captured[layer]:
         keys.index_copy_(1, torch.from_numpy(rows).to(keys.device), captured.transpose(0, 1))
     if plan.policy.fusion.needs_cached and plan.runs and cache.captured[layer]:
-        _unrotate_fused(rotary, plan, cache, layer, keys)
+        _unrotate_fused(position, plan, cache, layer, keys)
     return keys
 
 
@@ -129,7 +114,7 @@ def _put_cached(store: PageStore, plan: Plan, layer: int, keys: Tensor) -> None:
 
 
 def _unrotate_fused(
-    rotary: Position, plan: Plan, cache: WorkingCache, layer: int, keys: Tensor
+    position: Position, plan: Plan, cache: WorkingCache, layer: int, keys: Tensor
 ) -> None:
     """Fused keys exist only rotated, in the working cache."""
     computed = np.concatenate([rows for rows, _ in cache.captured[layer]])
@@ -137,6 +122,6 @@ def _unrotate_fused(
     fused = np.intersect1d(computed, hits)
     index = torch.from_numpy(fused).to(keys.device)
     wide = torch.promote_types(keys.dtype, torch.float32)
-    cos, sin = rotary.cos_sin(torch.from_numpy(plan.positions[fused]).to(keys.device), wide)
-    free = rotary.unrotate(cache.keys[layer].index_select(1, index), cos, sin)
+    cos, sin = position.cos_sin(torch.from_numpy(plan.positions[fused]).to(keys.device), wide)
+    free = position.unrotate(cache.keys[layer].index_select(1, index), cos, sin)
     keys.index_copy_(1, index, free.to(keys.dtype))

@@ -1,8 +1,7 @@
-"""One request on the worker thread: plan, prefill (or fall back to dense), remember.
+"""One request on the worker thread: prefill it as planned, or fall back to dense; remember it.
 
 In: a `GenerationRequest` and its policy. Out: a `Prompted` request whose working cache is filled,
-ready to decode or score. Whatever goes wrong inside reuse is answered by dense prefill; so is what
-the quality guard distrusts.
+ready to decode or score. Whatever goes wrong inside reuse is answered by dense prefill.
 """
 
 from __future__ import annotations
@@ -16,25 +15,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cacheslide_agents.backend import GenerationRequest, Outcome, Receipt
+from cacheslide_agents.backend import GenerationRequest, Receipt
 from cacheslide_agents.chunks import Role
-from cacheslide_agents.errors import ModelError, NonFiniteError, RequestError
-from cacheslide_agents.pages.base import ContextKey, PageStore, StoredContext
-from cacheslide_agents.pages.lease import Lease
+from cacheslide_agents.errors import ModelError, NonFiniteError
+from cacheslide_agents.pages.base import PageStore, StoredContext
 from cacheslide_agents.policies.base import Plan, Policy, Population
-from cacheslide_agents.policies.canonical import Profiles, still_exact
+from cacheslide_agents.policies.canonical import Profiles
 from cacheslide_agents.policies.cost import CostModel
-from cacheslide_agents.policies.draft import Prompt
+from cacheslide_agents.policies.draft import Prompt, dense_plan
 from cacheslide_agents.policies.guard import QualityGuard
-from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
 from cacheslide_agents.position.base import Position
 from cacheslide_agents.position.profile import CanonicalRows
+from torch_cacheslide.branches import Branches
 from torch_cacheslide.cache import Arena, WorkingCache
-from torch_cacheslide.load import Loading, sources_of
-from torch_cacheslide.memory import slots
-from torch_cacheslide.prefill import Interrupt, Prefilled, SelectivePrefill, go_on
+from torch_cacheslide.decode import Continuation, Growth
+from torch_cacheslide.jobs import Interrupt
+from torch_cacheslide.load import Loading
+from torch_cacheslide.memory import NoRoomError, slots
+from torch_cacheslide.planning import Attempt, Planning, fallen, ids_of
+from torch_cacheslide.prefill import Prefilled, SelectivePrefill, go_on
 from torch_cacheslide.prompted import Prompted
 from torch_cacheslide.remember import Refresh, remember
 from torch_cacheslide.stack import DecoderStack
@@ -48,7 +49,7 @@ class Runtime:
     def __init__(
         self,
         stack: DecoderStack,
-        rotary: Position,
+        position: Position,
         store: PageStore,
         cost: CostModel,
         fingerprint: str,
@@ -58,45 +59,59 @@ class Runtime:
         guard: QualityGuard | None = None,
         profiles: Profiles | None = None,
     ) -> None:
-        self.stack, self.rotary, self.store, self.cost = stack, rotary, store, cost
-        self._fingerprint = fingerprint
+        self.stack, self.position, self.store, self.cost = stack, position, store, cost
+        self.guard = guard
+        self.planning = Planning(
+            store,
+            cost,
+            fingerprint,
+            self._probe,
+            guard=guard,
+            profiles=profiles,
+            device=stack.device,
+        )
         self._loading, self._refresh = loading or Loading(), refresh
-        self.guard, self._profiles = guard, profiles
         self._arena = Arena(
             stack.layers, stack.kv_heads, stack.head_dim, dtype=stack.dtype, device=stack.device
         )
 
     def prefill(self, request: GenerationRequest, policy: Policy, room: int) -> Prompted:
-        """Prefill the prompt, with space for `room` more tokens."""
+        """Prefill the prompt, with space for `room` more tokens.
+
+        `RequestError` for spans that do not partition it or a prompt that memory does not hold,
+        `ModelError` for a model that cannot answer; nothing that a policy raises.
+        """
+        Prompt(ids_of(request), tuple(request.spans), policy).check()
         started = perf_counter()
-        plan, lease, declined, canonical = None, None, None, None
+        attempt = self.planning.attempt(request, policy)
         try:
-            plan = self._plan(request, policy)
-            lease = self.store.lease(sources_of(plan)) if plan.runs else None
-            if plan.runs and self._distrusts(self._key(request), plan):
-                declined, plan = plan, _dense(request, policy, "declined", "guard")
-            canonical = self.canonical(plan, request.task)
-            if canonical is not None:
-                plan = replace(plan, exact=still_exact(plan, canonical))
-            plan_s = perf_counter() - started
-            prefilled, cache = self.run(plan, room, canonical=canonical)
-        except (ModelError, RequestError):
-            _release(lease)
-            raise
+            prefilled, cache = self.run(attempt.plan, room, canonical=attempt.canonical)
         except Exception as error:  # trouble inside reuse never fails a request
-            log.warning("request %s: dense after trouble", request.request_id, exc_info=True)
-            _release(lease)
-            plan_s = perf_counter() - started
-            plan, canonical = _fallen(request, policy, error), None
-            prefilled, cache = self.run(plan, room)
-        else:
-            work = Work.measured(plan, prefilled.rows_per_layer, prefilled.pairs)
-            self.cost.observe(work, plan_s + prefilled.wait_s + prefilled.compute_s)
-        receipt = self._receipt(request, plan, prefilled, cache, plan_s)
-        if canonical is not None:
-            receipt = replace(receipt, ccpe=canonical.tokens)
-        return Prompted(
-            request, self._key(request), plan, prefilled, cache, receipt, lease, declined
+            attempt.release()
+            if attempt.plain or isinstance(error, NoRoomError):
+                raise
+            attempt = fallen(request, policy, error, perf_counter() - started)
+            prefilled, cache = self.run(attempt.plan, room)
+        if attempt.plan.outcome != "fallback":
+            work = Work.measured(attempt.plan, prefilled.rows_per_layer, prefilled.pairs)
+            self.cost.observe(work, attempt.plan_s + prefilled.wait_s + prefilled.compute_s)
+        receipt = self._receipt(request, attempt, prefilled, cache)
+        key, lease, declined = self.planning.key(request), attempt.lease, attempt.declined
+        return Prompted(request, key, attempt.plan, prefilled, cache, receipt, lease, declined)
+
+    def growth(self, prompted: Prompted, width: int) -> Growth:
+        """Where answers go on, at most `width` of them at a time."""
+        if width == 1:
+            return self.continuation(prompted)
+        length, following = _end_of(prompted.plan)
+        return Branches(
+            self.stack, self.position, prompted.cache, length=length, next_position=following
+        )
+
+    def continuation(self, prompted: Prompted) -> Continuation:
+        length, following = _end_of(prompted.plan)
+        return Continuation(
+            self.stack, self.position, prompted.cache, length=length, next_position=following
         )
 
     def remember(self, prompted: Prompted, generated: list[int]) -> None:
@@ -106,7 +121,7 @@ class Runtime:
             if policy.population is Population.CONTEXT:
                 remember(
                     self.store,
-                    self.rotary,
+                    self.position,
                     prompted.key,
                     prompted.plan,
                     prompted.cache,
@@ -127,7 +142,7 @@ class Runtime:
         prefilled, cache = self.run(plan, room=0, interrupt=interrupt)
         return remember(
             self.store,
-            self.rotary,
+            self.position,
             context.key,
             plan,
             cache,
@@ -137,8 +152,8 @@ class Runtime:
 
     def populate_chunks(self, request: GenerationRequest, policy: Policy) -> None:
         """Prefill each chunk alone, as CacheBlend and EPIC do; known chunks stay as they are."""
-        key = self._key(request)
-        prompt = _ids(request)
+        key = self.planning.key(request)
+        prompt = ids_of(request)
         Prompt(prompt, tuple(request.spans), policy).check()
         for span in request.spans:
             ids = prompt[span.start : span.stop]
@@ -148,63 +163,34 @@ class Runtime:
                 continue
             alone = dense_plan(ids, (), policy, outcome="cold", reason="isolated")
             _, cache = self.run(alone, room=0)
-            remember(self.store, self.rotary, key, alone, cache, isolated=True)
-
-    def _distrusts(self, key: ContextKey, plan: Plan) -> bool:
-        """Exact reuse of what was stored since the guard put `key` on dense is not in question."""
-        if self.guard is None:
-            return False
-        since = self.guard.tripped_at(key)
-        fresh = since is not None and all(each.created >= since for each in sources_of(plan))
-        return not (fresh and plan.exact.all()) and self.guard.declines(key)
-
-    def _plan(self, request: GenerationRequest, policy: Policy) -> Plan:
-        return make_plan(
-            _ids(request),
-            request.spans,
-            self._key(request),
-            request.session,
-            policy,
-            self.store,
-            self.cost,
-            self._probe,
-        )
+            remember(self.store, self.position, key, alone, cache, isolated=True)
 
     def _receipt(
         self,
         request: GenerationRequest,
-        plan: Plan,
+        attempt: Attempt,
         prefilled: Prefilled,
         cache: WorkingCache,
-        plan_s: float,
     ) -> Receipt:
-        return build_receipt(
-            plan,
+        receipt = build_receipt(
+            attempt.plan,
             request_id=request.request_id,
             active=prefilled.active,
             rows_per_layer=prefilled.rows_per_layer,
-            plan_s=plan_s,
+            plan_s=attempt.plan_s,
             load_s=prefilled.load_s,
             compute_s=prefilled.compute_s,
             wait_s=prefilled.wait_s,
             peak_kv_bytes=self._arena.nbytes + cache.captured_nbytes,
         )
-
-    def _key(self, request: GenerationRequest) -> ContextKey:
-        return ContextKey(self._fingerprint, request.namespace, request.task)
+        return replace(receipt, ccpe=attempt.canonical.tokens if attempt.canonical else 0)
 
     def _probe(self, draft: Plan, rows: npt.NDArray[np.int64], layer: int) -> Tensor:
         """Position-free keys [rows, kv_heads, head_dim] at `layer`, for selectors that ask."""
         cache = WorkingCache(*self._arena.take(len(draft.ids)))
-        prefill = SelectivePrefill(self.stack, self.rotary, self.store, draft, cache)
+        prefill = SelectivePrefill(self.stack, self.position, self.store, draft, cache)
         with torch.inference_mode():
             return prefill.keys_at(rows, layer)
-
-    def canonical(self, plan: Plan, task: str) -> CanonicalRows | None:
-        """Where a profile puts rows of `plan` that are computed; `None` without one."""
-        if self._profiles is None:
-            return None
-        return self._profiles.place(plan, task, self.stack.device)
 
     def run(
         self,
@@ -217,12 +203,11 @@ class Runtime:
         spare = self._loading.spare(plan)
         cache = WorkingCache(*slots(self._arena, len(plan.ids) + room, spare), spare)
         gate = plan.policy.gate
-        dense = not plan.runs
         inner = self.stack.layers - 1  # after the last layer nothing is promoted
-        checkpoints = range(gate.every - 1, inner, gate.every) if gate and dense else ()
+        checkpoints = range(gate.every - 1, inner, gate.every) if gate and not plan.runs else ()
         prefill = SelectivePrefill(
             self.stack,
-            self.rotary,
+            self.position,
             self.store,
             plan,
             cache,
@@ -240,18 +225,6 @@ class Runtime:
         return prefilled, cache
 
 
-def _ids(request: GenerationRequest) -> npt.NDArray[np.int64]:
-    return np.asarray(request.prompt_ids, dtype=np.int64)
-
-
-def _dense(request: GenerationRequest, policy: Policy, outcome: Outcome, reason: str) -> Plan:
-    return dense_plan(_ids(request), request.spans, policy, outcome=outcome, reason=reason)
-
-
-def _fallen(request: GenerationRequest, policy: Policy, error: Exception) -> Plan:
-    return _dense(request, policy, "fallback", f"{type(error).__name__}: {error}")
-
-
-def _release(lease: Lease | None) -> None:
-    if lease is not None:
-        lease.release()
+def _end_of(plan: Plan) -> tuple[int, int]:
+    """The prompt's tokens, and the position of what follows them."""
+    return len(plan.ids), int(plan.positions[-1]) + 1

@@ -6,6 +6,7 @@ transformers' own; we only hand them the rows' positions, our cache and our atte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -70,6 +71,21 @@ class DecoderStack:
         )
         self._cache = None
         return output if isinstance(output, Tensor) else output[0]
+
+    def forward(
+        self,
+        tokens: Sequence[int],
+        cos_sin: tuple[Tensor, Tensor],
+        cache: WorkingCache,
+        layout: Layouts,
+    ) -> Tensor:
+        """`tokens` [t] through all layers, with cos and sin [t, head_dim]: logits [t, vocabulary]
+        after each of them."""
+        hidden = self.embed(torch.tensor(tokens, device=self.device))
+        cos, sin = cos_sin
+        for layer in range(self.layers):
+            hidden = self.layer(layer, hidden, (cos[None], sin[None]), cache, layout)
+        return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[1, rows, hidden] -> [rows, vocabulary] in float32 (float64 models keep float64)."""

@@ -7,14 +7,15 @@ receipt, or scores.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -28,6 +29,7 @@ from cacheslide_agents.backend import (
 )
 from cacheslide_agents.chunks import Role
 from cacheslide_agents.errors import BackendError
+from cacheslide_agents.pages.limits import GIB
 from cacheslide_agents.paths import expanded, short_name
 from cacheslide_agents.policies import CacheSlide, Recompute
 from cacheslide_agents.policies.base import Policy, Population
@@ -37,9 +39,8 @@ from vllm_cacheslide.engine import EngineThread
 from vllm_cacheslide.forced import FORCED
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.launch import engine_args
-from vllm_cacheslide.params import finish_reason, sampling_params, score_rows, token_logprobs
+from vllm_cacheslide.params import chunks_of, sampling_params, score_rows
 from vllm_cacheslide.receipts import dense_receipt
-from vllm_cacheslide.settings import GIB
 from vllm_cacheslide.wire import Annotation
 
 
@@ -49,11 +50,11 @@ class VllmBackend:
     `model` is a local folder, a hub id or an alias. `store_bytes` bounds the memory of every
     worker's page store. With `store_path`, a folder for this backend alone, contexts outlive the
     engine: what leaves memory, and at `close` all of it, goes there, up to `disk_bytes` for every
-    worker. `eviction`, `ttl_s`, `namespace_quota_bytes`, `prefetch` and `attention`: see
-    `Settings`. `profiles` are files of `cacheslide calibrate`, or folders of them, for a CoPE
-    model. `options` are vLLM's `EngineArgs` (`max_model_len`, `enforce_eager`,
-    `tensor_parallel_size`, ...). Where the engine runs is vLLM's own choice: with
-    `VLLM_ENABLE_V1_MULTIPROCESSING=0` in this process, else in others.
+    worker. `eviction`, `ttl_s`, the two quotas, `prefetch` and `attention`: see `Settings`.
+    `profiles` are files of `cacheslide calibrate`, or folders of them, for a CoPE model. `options`
+    are vLLM's `EngineArgs` (`max_model_len`, `enforce_eager`, `tensor_parallel_size`, ...). Where
+    the engine runs is vLLM's own choice: with `VLLM_ENABLE_V1_MULTIPROCESSING=0` in this process,
+    else in others.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class VllmBackend:
         eviction: str = "slide",
         ttl_s: float | None = None,
         namespace_quota_bytes: int | None = None,
+        tenant_quota_bytes: int | None = None,
         prefetch: int | None = None,
         attention: str = "runs",
         profiles: ProfilePaths = (),
@@ -80,6 +82,7 @@ class VllmBackend:
             "eviction": eviction,
             "ttl_s": ttl_s,
             "namespace_quota_bytes": namespace_quota_bytes,
+            "tenant_quota_bytes": tenant_quota_bytes,
             "prefetch": prefetch,
             "attention": attention,
             "profiles": [str(expanded(each, "profiles")) for each in profile_paths(profiles)],
@@ -109,12 +112,12 @@ class VllmBackend:
         self.off: str = self._rpc("cacheslide_off")
         """Why this engine reuses nothing; empty when it does."""
 
-    def generate(self, request: GenerationRequest) -> Iterator[GenerationChunk]:
+    def generate(self, request: GenerationRequest) -> Generator[GenerationChunk, None, None]:
         """Stream the answer. Closing the iterator aborts the request."""
         policy, params = self._prepared(request)
         return self._chunks(request, policy, params)
 
-    def agenerate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+    def agenerate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk, None]:
         """The same for asyncio; cancelling the task aborts the request."""
         policy, params = self._prepared(request)
         return self._achunks(request, policy, params)
@@ -188,43 +191,29 @@ class VllmBackend:
 
     def _chunks(
         self, request: GenerationRequest, policy: Policy, params: SamplingParams
-    ) -> Iterator[GenerationChunk]:
+    ) -> Generator[GenerationChunk, None, None]:
         started, ttft_s = perf_counter(), 0.0
         for output in self._thread.stream(request.request_id, request.prompt_ids, params):
             ttft_s = ttft_s or perf_counter() - started
-            yield from self._told(request, policy, output, ttft_s)
+            receipt = partial(self._receipt, request, policy, ttft_s)
+            yield from chunks_of(output, request.sampling.logprobs, receipt)
 
     async def _achunks(
         self, request: GenerationRequest, policy: Policy, params: SamplingParams
-    ) -> AsyncIterator[GenerationChunk]:
+    ) -> AsyncGenerator[GenerationChunk, None]:
         started, ttft_s = perf_counter(), 0.0
         outputs = self._thread.astream(request.request_id, request.prompt_ids, params)
         try:
             async for output in outputs:
                 ttft_s = ttft_s or perf_counter() - started
-                told = self._told(request, policy, output, ttft_s)
+                receipt = partial(self._receipt, request, policy, ttft_s)
+                told = chunks_of(output, request.sampling.logprobs, receipt)
                 ended = any(answer.finish_reason is not None for answer in output.outputs)
                 # the receipt is asked of the engine between two steps; the loop has others to serve
                 for chunk in await asyncio.to_thread(list, told) if ended else told:
                     yield chunk
         finally:
-            await outputs.aclose()  # type: ignore[attr-defined]
-
-    def _told(
-        self, request: GenerationRequest, policy: Policy, output: RequestOutput, ttft_s: float
-    ) -> Iterator[GenerationChunk]:
-        alternatives = request.sampling.logprobs
-        for answer in output.outputs:
-            ids = tuple(answer.token_ids)
-            logprobs = None
-            if alternatives is not None and answer.logprobs is not None:
-                logprobs = token_logprobs(ids, answer.logprobs, alternatives)
-            if answer.finish_reason is None:
-                yield GenerationChunk(answer.index, answer.text, ids, logprobs)
-                continue
-            reason = finish_reason(answer.finish_reason)
-            receipt = self._receipt(request, policy, ttft_s)
-            yield GenerationChunk(answer.index, answer.text, ids, logprobs, reason, receipt)
+            await outputs.aclose()
 
     def _receipt(self, request: GenerationRequest, policy: Policy, ttft_s: float) -> Receipt:
         """The workers'; one that says why, when they have none."""

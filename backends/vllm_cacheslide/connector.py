@@ -117,7 +117,7 @@ class CacheSlideConnector(KVConnectorBase_V1):
         orders = self._connector_metadata
         if not isinstance(orders, StepOrders):
             return
-        self._to_free.update(keep.engine_id for keep in orders.keeps)
+        self._to_free.update(keep.order.engine_id for keep in orders.keeps)
         blocks = orders.blocks
         self._unfilled |= blocks | orders.unfilled
         if self.working is not None:

@@ -6,10 +6,10 @@ vLLM's outputs, each to the caller it belongs to. A caller that goes away aborts
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -22,16 +22,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.streams import CallOff, End, Sink, apiped, piped, send
 from vllm_cacheslide.guard import log
 
-Sink = Callable[[Any], None]
 _TRIES = 1000
 """Ten seconds of asking."""
-
-
-@dataclass(frozen=True)
-class _End:
-    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -71,36 +66,15 @@ class EngineThread:
 
     def stream(
         self, name: str, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yields until the request has finished; closing the iterator aborts it."""
-        items: SimpleQueue[Any] = SimpleQueue()
-        id_ = self._submit(name, prompt_ids, params, items.put)
-        try:
-            while not isinstance(item := items.get(), _End):
-                yield item
-            if item.error is not None:
-                raise item.error
-        finally:
-            self._inbox.put(_Abort(id_))
+        return piped(partial(self._submit, name, prompt_ids, params))
 
-    async def astream(
+    def astream(
         self, name: str, prompt_ids: Sequence[int], params: SamplingParams
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The same for asyncio; cancelling the task aborts the request."""
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Any] = asyncio.Queue()
-
-        def sink(item: object) -> None:
-            loop.call_soon_threadsafe(items.put_nowait, item)
-
-        id_ = self._submit(name, prompt_ids, params, sink)
-        try:
-            while not isinstance(item := await items.get(), _End):
-                yield item
-            if item.error is not None:
-                raise item.error
-        finally:
-            self._inbox.put(_Abort(id_))
+        return apiped(partial(self._submit, name, prompt_ids, params))
 
     def call(self, work: Callable[[LLMEngine], Any]) -> Any:
         """`work(engine)`, between two steps of the engine."""
@@ -128,10 +102,10 @@ class EngineThread:
 
     def _submit(
         self, name: str, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink
-    ) -> str:
+    ) -> CallOff:
         id_ = f"{name}-{next(self._numbers)}"
         self._put(_Add(id_, [int(token) for token in prompt_ids], params, sink))
-        return id_
+        return partial(self._inbox.put, _Abort(id_))
 
     def _put(self, item: _Add | _Call) -> None:
         with self._lock:
@@ -181,17 +155,17 @@ class EngineThread:
         except Exception as error:
             del self._sinks[item.id]
             _forget(engine, item.id)
-            _emit(item.sink, _End(RequestError(f"vLLM refuses the request: {error}")))
+            send(item.sink, End(RequestError(f"vLLM refuses the request: {error}")))
 
     def _deliver(self, outputs: Sequence[Any]) -> None:
         for output in outputs:
             sink = self._sinks.get(output.request_id)
             if sink is None:
                 continue
-            alive = _emit(sink, output)
+            alive = send(sink, output)
             if output.finished:
                 del self._sinks[output.request_id]
-                _emit(sink, _End())
+                send(sink, End())
             elif not alive:
                 self._inbox.put(_Abort(output.request_id))
 
@@ -207,7 +181,7 @@ class EngineThread:
             elif isinstance(item, _Add):
                 sinks.append(item.sink)
         for sink in sinks:
-            _emit(sink, _End(error))
+            send(sink, End(error))
 
 
 def _forget(engine: LLMEngine, id_: str) -> None:
@@ -219,11 +193,3 @@ def _forget(engine: LLMEngine, id_: str) -> None:
         raise
     except Exception:  # what could not be sent cannot be called back, and need not be
         log.warning("request %a: the engine's core knows nothing of it", id_, exc_info=True)
-
-
-def _emit(sink: Sink, item: object) -> bool:
-    try:
-        sink(item)
-    except RuntimeError:  # the consumer's event loop is gone
-        return False
-    return True

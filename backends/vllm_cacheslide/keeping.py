@@ -7,15 +7,17 @@ from, so that they stay the same bits turn after turn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cacheslide_agents.pages.base import LayerKV, PageStore, ReusedRun, StoredContext
+from cacheslide_agents.policies.base import PlannedRun
+from cacheslide_agents.policies.kept import reused_runs
 from cacheslide_agents.position.base import Position
-from vllm_cacheslide.orders import Keep
+from vllm_cacheslide.orders import Keep, Order
 from vllm_cacheslide.paging import PagedCache
 
 
@@ -27,15 +29,14 @@ class Keeping:
     ) -> None:
         self._store, self._position, self._paged, self._layers = store, position, paged, layers
 
-    def keep(self, order: Keep, contexts: Mapping[int, StoredContext], dense: bool) -> bool:
+    def keep(self, keep: Keep, contexts: Mapping[int, StoredContext], dense: bool) -> bool:
         """False when the store refused. `dense`: the prefill fell back, nothing was reused."""
-        context = order.context
-        assert context is not None
-        narrowed = order.plan.narrow is not None  # what was corrected differs between layers
-        reused = [] if dense or narrowed else _reused(order, contexts)
+        context = keep.context
+        narrowed = keep.order.plan.narrow is not None  # what was corrected differs between layers
+        reused = () if dense or narrowed else _reused(keep.order, contexts)
         with self._store.lease({run.source for run in reused}) as lease:
             rows = _rows_to_read(len(context), reused)
-            slots = self._paged.slots(order.blocks, rows)
+            slots = self._paged.slots(keep.blocks, rows)
             cos, sin = self._position.cos_sin(torch.from_numpy(rows).to(self._paged.device))
             index = torch.from_numpy(rows).to(self._paged.device)
             layers = [
@@ -58,23 +59,17 @@ class Keeping:
         )
 
 
-def _reused(order: Keep, contexts: Mapping[int, StoredContext]) -> list[ReusedRun]:
+def _reused(order: Order, contexts: Mapping[int, StoredContext]) -> tuple[ReusedRun, ...]:
     """Runs whose source is still stored; the others are read like computed tokens."""
-    plan = order.plan
-    return [
-        ReusedRun(
-            contexts[number],
-            planned.run.start,
-            planned.run.cached_start,
-            planned.run.length,
-            plan.active[planned.run.start : planned.run.stop],
-        )
-        for planned, number in zip(plan.runs, order.sources, strict=True)
+    runs = [
+        PlannedRun(planned.run, contexts[number])
+        for planned, number in zip(order.plan.runs, order.sources, strict=True)
         if number in contexts
     ]
+    return reused_runs(runs, order.plan.active)
 
 
-def _rows_to_read(tokens: int, reused: list[ReusedRun]) -> np.ndarray:
+def _rows_to_read(tokens: int, reused: Sequence[ReusedRun]) -> np.ndarray:
     """int64: positions that are not taken from where they were reused."""
     read = np.ones(tokens, dtype=np.bool_)
     for run in reused:

@@ -5,9 +5,9 @@ In: what a user gives. Out: vLLM's `EngineArgs`, and what `cacheslide serve` nee
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from cacheslide_agents.errors import BackendError, RequestError
+from cacheslide_agents.errors import BackendError, ModelNotFoundError, RequestError
 from cacheslide_agents.paths import expanded
 from vllm_cacheslide.cope.profiles import open_profiles
 from vllm_cacheslide.identity import digest_of_weights
@@ -84,9 +84,29 @@ def checked(model: str, extra: Mapping[str, Any], load_format: str = "auto") -> 
 
 
 def located(model: str) -> Path | str:
-    """A folder if some installed backend can find or make one, else the name, for vLLM to find."""
+    """The folder that some installed backend finds or makes, else the name, for vLLM to find.
+
+    Raises what the first of them raised, if none has the model, and `BackendError` for one that
+    cannot be asked.
+    """
+    unknown: ModelNotFoundError | None = None
     for entry in entry_points(group=LOCATORS):
-        found: Path = entry.load()(model)
-        return found
+        try:
+            return _locator(entry)(model)
+        except ModelNotFoundError as error:
+            unknown = unknown or error
+    if unknown is not None:
+        raise unknown
     folder = expanded(model, "model")
     return folder if folder.is_dir() else model
+
+
+def _locator(entry: EntryPoint) -> Callable[[str], Path]:
+    try:
+        found: Callable[[str], Path] = entry.load()
+    except ImportError as error:
+        raise BackendError(
+            f"{entry.value}, which finds models, needs a package that is not installed ({error}); "
+            "install it, or uninstall what brings the entry point"
+        ) from error
+    return found

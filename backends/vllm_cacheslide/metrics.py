@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -29,6 +30,10 @@ _FAMILIES = {
     "store_failures": (("kind",), "Page files that could not be written."),
 }
 """Labels and help. A number `family:value...` counts in `cacheslide_family` under those labels."""
+
+_OURS: list[Any] = []
+"""The collectors of this process's newest server: they give way to those of the next one, as vLLM's
+own do, since names are taken only once."""
 
 
 class Stats(KVConnectorStats):
@@ -65,7 +70,9 @@ class PrometheusMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        _unregister()
+        while _OURS:
+            with suppress(KeyError):  # a kind of metric that is registered elsewhere
+                REGISTRY.unregister(_OURS.pop())
         self._counters = {
             name: self._counter_cls(
                 name=f"cacheslide_{name}", documentation=help, labelnames=[*labelnames, *labels]
@@ -78,6 +85,7 @@ class PrometheusMetrics(KVConnectorPromMetrics):
             labelnames=[*labelnames, "tier"],
             multiprocess_mode="mostrecent",
         )
+        _OURS.extend((*self._counters.values(), self._stored))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
@@ -87,11 +95,3 @@ class PrometheusMetrics(KVConnectorPromMetrics):
                 self._stored.labels(*engine, *labels).set(value)
             else:
                 self._counters[family].labels(*engine, *labels).inc(value)
-
-
-def _unregister() -> None:
-    """An earlier server's counters give way, as vLLM's own do: names are taken only once."""
-    ours = {f"cacheslide_{name}" for name in (*_FAMILIES, STORED)}
-    for collector in list(REGISTRY._collector_to_names):
-        if getattr(collector, "_name", None) in ours:
-            REGISTRY.unregister(collector)

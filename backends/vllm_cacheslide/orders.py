@@ -39,33 +39,36 @@ class Order:
 
 
 @dataclass(frozen=True, eq=False)
-class Prefill(Order):
+class Prefill:
     """Fill `blocks` (ids, in order) with prompt tokens [`start`, n - 1); vLLM does the last one.
 
     `edits`: what lies between the plan's runs, where a `narrow` selector needs to know.
     `canonical`: rows to compute at their task's usual positions (CCPE).
     """
 
-    blocks: tuple[int, ...] = ()
-    start: int = 0
+    order: Order
+    blocks: tuple[int, ...]
+    start: int
     edits: tuple[Edit, ...] = ()
     canonical: CanonicalRows | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Note(Order):
+class Note:
     """vLLM prefills this one itself, from token `start` on; only its receipt is ours."""
 
-    start: int = 0
+    order: Order
+    start: int
 
 
 @dataclass(frozen=True, eq=False)
-class Keep(Order):
+class Keep:
     """Store the keys and values in `blocks` as context `number`; then they may be freed."""
 
-    number: int = 0
-    context: StoredContext | None = None
-    blocks: tuple[int, ...] = ()
+    order: Order
+    number: int
+    context: StoredContext
+    blocks: tuple[int, ...]
 
 
 @dataclass

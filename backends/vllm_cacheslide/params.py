@@ -1,21 +1,28 @@
-"""Our sampling and grammars in vLLM's words, and vLLM's log-probabilities in ours.
+"""Our sampling and grammars in vLLM's words, and vLLM's answers in ours.
 
-In: a `GenerationRequest`. Out: `SamplingParams`; back: `TokenLogprob`s and why an answer ended.
+In: sampling and a grammar. Out: `SamplingParams`; back: `GenerationChunk`s, or rows of scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from vllm import SamplingParams
+from vllm import RequestOutput, SamplingParams
 from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from cacheslide_agents.backend import FinishReason, Grammar, Sampling, TokenLogprob
+from cacheslide_agents.backend import (
+    FinishReason,
+    GenerationChunk,
+    Grammar,
+    Receipt,
+    Sampling,
+    TokenLogprob,
+)
 from cacheslide_agents.errors import BackendError, RequestError
 
 _ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "cancelled"}
@@ -66,7 +73,26 @@ def sampling_params(
         raise RequestError(f"vLLM refuses the request: {error}") from error
 
 
-def token_logprobs(
+def chunks_of(
+    output: RequestOutput, alternatives: int | None, receipt: Callable[[], Receipt]
+) -> Iterator[GenerationChunk]:
+    """What is new of each answer, with `alternatives` per token; `receipt` is asked at its end.
+
+    `BackendError` where vLLM gave up.
+    """
+    for answer in output.outputs:
+        ids = tuple(answer.token_ids)
+        logprobs = None
+        if alternatives is not None and answer.logprobs is not None:
+            logprobs = _token_logprobs(ids, answer.logprobs, alternatives)
+        chunk = GenerationChunk(answer.index, answer.text, ids, logprobs)
+        if answer.finish_reason is not None:
+            reason = _finish_reason(answer.finish_reason)
+            chunk = replace(chunk, finish_reason=reason, receipt=receipt())
+        yield chunk
+
+
+def _token_logprobs(
     token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob] | None], alternatives: int
 ) -> tuple[TokenLogprob, ...]:
     """`positions` hold, per token, the token itself and the most likely ones."""
@@ -95,8 +121,7 @@ def _structured(grammar: Grammar) -> StructuredOutputsParams:
     return StructuredOutputsParams(**{_GRAMMARS[grammar.kind]: grammar.source})
 
 
-def finish_reason(told: str) -> FinishReason:
-    """`BackendError` where vLLM gave up."""
+def _finish_reason(told: str) -> FinishReason:
     if told not in _ENDS:
         raise BackendError(f"vLLM ended the request with {told!r}")
     return _ENDS[told]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cacheslide_agents.errors import NonFiniteError
-from cacheslide_agents.pages.loader import AheadLoader, Fill, InlineLoader, Loader
+from cacheslide_agents.pages.loader import Fill, Loader, loader_for
 from vllm_cacheslide.attention import RowAttention
 from vllm_cacheslide.decoder import Decoder
 from vllm_cacheslide.loading import Load
@@ -25,8 +25,6 @@ from vllm_cacheslide.paging import PagedCache
 from vllm_cacheslide.rows import Batch, Job
 
 Loads = Mapping[Job, Load]
-DEPTH = 4
-"""Layers that loads may be ahead, where nothing else is asked for."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +116,11 @@ class LayerPass:
             job.wait_s += loader.wait_s * spent[job] / total
 
     def _loader(self, fill: Fill, layers: int, loads: Loads) -> Loader:
-        on_device = self.paged.device.type == "cuda"
-        depth = self._prefetch
-        if depth is None:
-            gains = on_device or any(load.needs_ssd for load in loads.values())
-            depth = DEPTH if gains else 0
-        if not depth or not loads:
-            return InlineLoader(fill)
-        return AheadLoader(fill, layers, depth, self.paged.device if on_device else None)
+        def gains() -> bool:
+            return any(load.needs_ssd for load in loads.values())
+
+        depth = self._prefetch if loads else 0
+        return loader_for(fill, layers, depth, self.paged.device, gains)
 
     def _embedded(self, batch: Batch) -> State:
         ids = np.concatenate([job.plan.ids[rows] for job, rows in batch.parts])

@@ -22,10 +22,12 @@ from cacheslide_agents.policies.base import Plan, Population, Reuse
 from cacheslide_agents.policies.canonical import Profiles, still_exact
 from cacheslide_agents.policies.cost import CostModel
 from cacheslide_agents.policies.draft import Prompt
+from cacheslide_agents.policies.kept import exact_with
 from cacheslide_agents.policies.planner import dense_plan, make_plan
 from cacheslide_agents.position.profile import CanonicalRows
 from vllm_cacheslide.directory import Directory
 from vllm_cacheslide.guard import log
+from vllm_cacheslide.orders import Order
 from vllm_cacheslide.wire import Annotation
 
 if TYPE_CHECKING:
@@ -58,17 +60,23 @@ class Planned:
     def length(self) -> int:
         return len(self.plan.ids)
 
-    def order(self, request: Request) -> tuple[str, str, Plan, tuple[int, ...], float, bool]:
-        """The fields of an `Order`."""
-        said = self.annotation.request_id
-        engine_id, sibling = request.request_id, not self.keeper
-        return engine_id, said, self.plan, self.sources, self.plan_s, sibling
+    def order(self, request: Request) -> Order:
+        return Order(
+            request.request_id,
+            self.annotation.request_id,
+            self.plan,
+            self.sources,
+            self.plan_s,
+            sibling=not self.keeper,
+        )
 
     def takes_over(self, local: int) -> bool:
         """Whether our workers prefill the prompt, of which vLLM has `local` tokens itself."""
         ours = bool(self.plan.runs) or self.canonical is not None
         if not ours or local >= self.length - 1:
             return False
+        if self.plan.narrow is not None and local:
+            return False  # it ranks tokens that vLLM has, and gives their rows none to go on from
         if self.salt is not None:
             return True
         return local == 0 and self.plan.head >= _LEAST_LOADED
@@ -136,8 +144,7 @@ class Planning:
         ids = np.asarray(request.all_token_ids[:computed], dtype=np.int64)
         if said.isolated:
             ids = ids[: planned.length]
-        generated = len(ids) - planned.length
-        exact = np.concatenate([plan.exact, np.full(generated, bool(plan.exact.all()))])
+        exact = exact_with(plan.exact, len(ids) - planned.length)
         return StoredContext(
             self._key(said), ids, exact, plan.spans, said.session, isolated=said.isolated
         )

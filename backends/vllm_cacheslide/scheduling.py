@@ -101,18 +101,18 @@ class Scheduling:
             self._rows += planned.rows(planned.start)
             self._prefills.append(
                 Prefill(
-                    *planned.order(request),
-                    blocks=tuple(blocks),
-                    start=planned.start,
-                    edits=planned.edits,
-                    canonical=planned.canonical,
+                    planned.order(request),
+                    tuple(blocks),
+                    planned.start,
+                    planned.edits,
+                    planned.canonical,
                 )
             )
         elif not planned.ordered:
             if planned.takes_over(planned.start):
                 planned.plan, planned.sources = left_to_vllm(request, planned.plan), ()
                 planned.canonical = None
-            self._notes.append(Note(*planned.order(request), start=planned.start))
+            self._notes.append(Note(planned.order(request), planned.start))
         planned.ordered = True
 
     def finished(self, request: Request, blocks: Sequence[int]) -> bool:
@@ -125,14 +125,7 @@ class Scheduling:
         if context is None:
             return False
         number = self._planning.directory.add(context)
-        self._keeps.append(
-            Keep(
-                *planned.order(request),
-                number=number,
-                context=context,
-                blocks=tuple(blocks),
-            )
-        )
+        self._keeps.append(Keep(planned.order(request), number, context, tuple(blocks)))
         return True
 
     def not_to_retain(self, request: Request, blocks: Sequence[int], block_size: int) -> set[int]:

@@ -1,7 +1,7 @@
 """`cacheslide serve`: vLLM's own OpenAI-compatible server, with reuse switched on.
 
 In: a model's name, vLLM's flags as given, our settings. Out: a server that runs until it is
-stopped. Whatever vLLM's `serve` can do (several API servers, data parallelism), this one can.
+stopped. Several API servers in front of one engine work; data parallelism has not been run.
 """
 
 from __future__ import annotations

@@ -12,10 +12,9 @@ from typing import Any, Literal, Self, get_args
 
 from cacheslide_agents.errors import RequestError
 from cacheslide_agents.pages.eviction import eviction_named
-from cacheslide_agents.pages.limits import Limits
+from cacheslide_agents.pages.limits import GIB, Limits
 from cacheslide_agents.policies import named
 
-GIB = 1 << 30
 _HEADER = re.compile(r"[A-Za-z0-9-]*")
 AttentionKind = Literal["runs", "masked", "fused"]
 

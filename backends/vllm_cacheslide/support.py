@@ -12,6 +12,7 @@ import vllm
 from cacheslide_agents.errors import UnsupportedModelError
 from cacheslide_agents.position.base import Position
 from cacheslide_agents.position.contextual import Contextual
+from cacheslide_agents.position.layers import restricted_layers
 from cacheslide_agents.position.rotary import Rotary
 from vllm_cacheslide.cope.config import MODEL_TYPE as COPE
 
@@ -33,7 +34,8 @@ def why_not(config: VllmConfig) -> str:
         f"a KV cache of {cache.cache_dtype}": cache.cache_dtype.startswith(("fp8", "nvfp4", "int")),
         "multi-head latent attention": model.use_mla,
         "several model inputs (multimodal)": model.is_multimodal_model,
-        "a sliding window": _slides(model.hf_text_config),
+        # however wide it is: vLLM keeps blocks of another kind for such a layer
+        "a sliding window": bool(restricted_layers(model.hf_text_config)),
     }
     met = [name for name, is_so in reasons.items() if is_so]
     if met:
@@ -58,12 +60,3 @@ def version_note() -> str:
     if vllm.__version__.startswith(TESTED_VERSIONS):
         return ""
     return f"vLLM {vllm.__version__} is not among the tested versions {TESTED_VERSIONS}"
-
-
-def _slides(config: Any) -> bool:
-    """Whether any layer of a transformers config attends to a window only."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return any(kind != "full_attention" for kind in kinds)
-    window = getattr(config, "sliding_window", None)
-    return window is not None and getattr(config, "use_sliding_window", True)

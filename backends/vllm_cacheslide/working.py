@@ -18,10 +18,11 @@ from cacheslide_agents.errors import NonFiniteError, StoreError
 from cacheslide_agents.pages.base import StoredContext
 from cacheslide_agents.pages.slide import SlideStore
 from cacheslide_agents.policies.base import Plan, PlannedRun
+from cacheslide_agents.policies.kept import exact_with
 from cacheslide_agents.policies.planner import dense_plan
 from cacheslide_agents.policies.receipts import build_receipt
 from cacheslide_agents.policies.work import Work
-from vllm_cacheslide.agreement import agree
+from vllm_cacheslide.agreement import agree, fail_together
 from vllm_cacheslide.guard import log
 from vllm_cacheslide.keeping import Keeping
 from vllm_cacheslide.orders import Keep, Note, Order, Prefill, StepOrders, StepResults
@@ -88,23 +89,22 @@ class Working:
         told = self.receipts.take_news() if self._rank.head_rank == 0 else {}
         return self._stored.take() | told
 
-    def _keep(self, order: Keep) -> None:
-        fallen = self._fallen.get(order.engine_id)
-        assert order.context is not None
-        context = replace(order.context, key=self._rank.own(order.context.key))
+    def _keep(self, keep: Keep) -> None:
+        fallen = self._fallen.get(keep.order.engine_id)
+        context = replace(keep.context, key=self._rank.own(keep.context.key))
         if fallen is not None:
-            context = replace(context, exact=_continued(fallen, len(context)))
+            context = replace(context, exact=exact_with(fallen, len(context) - len(fallen)))
         try:
             kept = self._keeping.keep(
-                replace(order, context=context), self._contexts, fallen is not None
+                replace(keep, context=context), self._contexts, fallen is not None
             )
         except Exception:  # the answer is out already; only the next turn is slower
-            log.warning("request %s: context not kept", order.request_id, exc_info=True)
+            log.warning("request %s: context not kept", keep.order.request_id, exc_info=True)
             kept = False
         if kept:
-            self._contexts[order.number] = context
+            self._contexts[keep.number] = context
         else:
-            self._lost.add(order.number)
+            self._lost.add(keep.number)
 
     def _find_lost(self) -> None:
         """A new context may have driven out others, or their time may be over."""
@@ -116,36 +116,36 @@ class Working:
 
     def _fill(self, prefills: Sequence[Prefill]) -> set[int]:
         """Reuse where the plan says so; what fails is prefilled densely."""
-        orders: dict[Job, Prefill] = {}
-        for order in prefills:
-            orders[self._job(order)] = order
-        agree(list(orders))
-        for job in orders:
+        jobs = {self._job(prefill): prefill for prefill in prefills}
+        agree(list(jobs))
+        for job in jobs:
             if job.trouble:
                 job.give_up()
-        self._attempt(list(orders))
+        self._attempt(list(jobs))
+        fail_together(list(jobs))
         again: dict[Job, Prefill] = {}
-        for job, order in orders.items():
+        for job, prefill in jobs.items():
             if job.trouble:
                 log.warning("request %s: dense after trouble: %s", job.request_id, job.trouble)
-                dense = self._dense_job(order, job.trouble)
-                again[dense] = order
-                self._fallen[order.engine_id] = dense.plan.exact
+                dense = self._dense_job(prefill, job.trouble)
+                again[dense] = prefill
+                self._fallen[prefill.order.engine_id] = dense.plan.exact
             else:
-                self._tell(job, order)
+                self._tell(job, prefill.order)
         self._drop_sources(again)
         self._attempt(list(again))
-        for job, order in again.items():
-            self._tell(job, order)
+        for job, prefill in again.items():
+            self._tell(job, prefill.order)
         return {block for job in again if job.trouble for block in job.blocks}
 
     def _drop_sources(self, again: Mapping[Job, Prefill]) -> None:
         """So that nobody meets their trouble again: the store has dropped pages that are torn, but
         cannot know which ones are not finite.
         """
-        for job, order in again.items():
+        for job, prefill in again.items():
             if job.plan.reason.startswith(NonFiniteError.__name__):
-                numbers = {number for number in order.sources if number in self._contexts}
+                sources = prefill.order.sources
+                numbers = {number for number in sources if number in self._contexts}
                 with suppress(StoreError):  # logged; nobody asks for them any more
                     self.store.remove(self._contexts[number] for number in numbers)
         if again:
@@ -163,8 +163,8 @@ class Working:
                 job.fail(error)
         agree(jobs)
 
-    def _job(self, order: Prefill) -> Job:
-        plan, trouble = order.plan, ""
+    def _job(self, prefill: Prefill) -> Job:
+        order, plan, trouble = prefill.order, prefill.order.plan, ""
         missing = [number for number in order.sources if number not in self._contexts]
         if missing:
             trouble = "PageError: the cached context has left the store"
@@ -174,28 +174,29 @@ class Working:
         active = plan.active
         if plan.narrow is not None:
             active = active | (np.arange(len(active)) >= plan.head)
-        return replace(self._made(order, plan, active, trouble), canonical=order.canonical)
+        return replace(self._made(prefill, plan, active, trouble), canonical=prefill.canonical)
 
-    def _dense_job(self, order: Prefill, why: str) -> Job:
+    def _dense_job(self, prefill: Prefill, why: str) -> Job:
         """`start` stays: what vLLM had of the prompt is its own, or what this very request filled
         before it was preempted, which need not be exact.
         """
+        ordered = prefill.order.plan
         plan = dense_plan(
-            order.plan.ids, order.plan.spans, order.plan.policy, outcome="fallback", reason=why
+            ordered.ids, ordered.spans, ordered.policy, outcome="fallback", reason=why
         )
-        exact = _continued(order.plan.exact[: order.start], len(plan.ids))
-        return self._made(order, replace(plan, exact=exact), plan.active, "")
+        exact = exact_with(ordered.exact[: prefill.start], len(plan.ids) - prefill.start)
+        return self._made(prefill, replace(plan, exact=exact), plan.active, "")
 
-    def _made(self, order: Prefill, plan: Plan, active: np.ndarray, trouble: str) -> Job:
-        rows = order.start + np.flatnonzero(active[order.start : len(plan.ids) - 1])
+    def _made(self, prefill: Prefill, plan: Plan, active: np.ndarray, trouble: str) -> Job:
+        rows = prefill.start + np.flatnonzero(active[prefill.start : len(plan.ids) - 1])
         return Job(
-            order.engine_id,
-            order.request_id,
+            prefill.order.engine_id,
+            prefill.order.request_id,
             plan,
-            order.blocks,
+            prefill.blocks,
             rows,
-            order.start,
-            order.edits,
+            prefill.start,
+            prefill.edits,
             trouble,
         )
 
@@ -207,7 +208,7 @@ class Working:
         )
         return replace(order.plan, runs=runs)
 
-    def _tell(self, job: Job, order: Prefill) -> None:
+    def _tell(self, job: Job, order: Order) -> None:
         """The receipt; vLLM's own last token counts as computed."""
         rows = np.append(job.rows, len(job.plan.ids) - 1)
         per_layer = [count + 1 for count in job.rows_per_layer or [len(job.rows)] * self._layers]
@@ -229,10 +230,11 @@ class Working:
             work = Work.measured(job.plan, per_layer, float(job.pairs))
             self._observed.append((work, order.plan_s + job.wait_s + job.compute_s))
 
-    def _note(self, order: Note) -> None:
+    def _note(self, note: Note) -> None:
+        order = note.order
         if order.sibling:
             return
-        rows = np.arange(order.start, len(order.plan.ids))
+        rows = np.arange(note.start, len(order.plan.ids))
         self.receipts.add(
             build_receipt(
                 order.plan,
@@ -240,10 +242,6 @@ class Working:
                 active=rows,
                 rows_per_layer=[len(rows)] * self._layers,
                 plan_s=order.plan_s,
+                prefix=note.start,
             )
         )
-
-
-def _continued(exact: Exact, tokens: int) -> Exact:
-    """For a context of `tokens` that was computed densely behind its first, which are `exact`."""
-    return np.concatenate([exact, np.full(tokens - len(exact), exact.all())])

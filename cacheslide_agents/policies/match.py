@@ -16,6 +16,7 @@ from cacheslide_agents.chunks import Edit, Role, Run, Span
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies.base import ContextSource, PlannedRun
 from cacheslide_agents.prompt.align import align
+from cacheslide_agents.prompt.masks import common_head, leading
 from cacheslide_agents.selection.base import run_mask
 
 Ids = npt.NDArray[np.int64]
@@ -101,24 +102,14 @@ def match_prefix(ids: Ids, contexts: Iterable[StoredContext], *, min_run: int) -
         # one token tells of most contexts that their head is no longer than the best so far
         if min(len(ids), len(context)) <= longest or ids[longest] != context.ids[longest]:
             continue
-        length = common_prefix(ids, context.ids)
-        length = min(length, _leading(context.exact[:length]))
+        length = common_head(ids, context.ids)
+        length = min(length, leading(context.exact[:length]))
         if length > longest:
             best, longest = PlannedRun(Run(0, 0, length), context), length
     if best is None:
         return None
     edits = _edits([best.run], Run(len(ids), len(best.source), 0))
     return Match((best,), edits, best.source)
-
-
-def common_prefix(ids: Ids, cached_ids: Ids) -> int:
-    shorter = min(len(ids), len(cached_ids))
-    return _leading(ids[:shorter] == cached_ids[:shorter])
-
-
-def _leading(mask: npt.NDArray[np.bool_]) -> int:
-    """How many leading entries are true."""
-    return len(mask) if mask.all() else int(mask.argmin())
 
 
 def _moved(

@@ -33,7 +33,8 @@ import numpy.typing as npt
 
 from cacheslide_agents.backend import ChunkOutcome, Outcome
 from cacheslide_agents.chunks import Role, Run, Span
-from cacheslide_agents.policies.match import Match, common_prefix
+from cacheslide_agents.policies.match import Match
+from cacheslide_agents.prompt.masks import common_head
 from cacheslide_agents.selection.base import run_mask
 
 Mask = npt.NDArray[np.bool_]
@@ -76,7 +77,7 @@ def reasons_after_prefix(
 ) -> dict[str, str]:
     """The same for reuse that stops at the end of the exact prefix."""
     assert match.source is not None
-    common = common_prefix(ids, match.source.ids)
+    common = common_head(ids, match.source.ids)
 
     def known(span: Span, found: int) -> str:
         return "inexact" if span.start < common else "after_change"

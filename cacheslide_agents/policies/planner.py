@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheslide_agents.chunks import Span
-from cacheslide_agents.errors import CacheSlideError, ReuseError
+from cacheslide_agents.errors import ReuseError
 from cacheslide_agents.pages.base import ContextKey, StoredContext
 from cacheslide_agents.policies import draft as drafts
 from cacheslide_agents.policies.base import ContextSource, Order, Plan, Policy, Probe, Reuse
@@ -50,13 +50,14 @@ def make_plan(
     """The plan for prompt `ids` int64 [n] under `policy`.
 
     `probe` serves selectors that look at the update's new keys. Raises `RequestError` for an empty
-    prompt or spans that do not partition it, `ReuseError` when the store or a selector fails.
+    prompt or spans that do not partition it, and `ReuseError` for whatever store, policy and
+    selector raise, `RequestError` among it: those are no fault of the request.
     """
     prompt = Prompt(np.asarray(ids, dtype=np.int64), tuple(spans), policy)
     prompt.check()
     try:
         return _plan(prompt, key, session, _Tools(store, cost, probe))
-    except CacheSlideError:
+    except ReuseError:
         raise
     except Exception as error:
         raise ReuseError(

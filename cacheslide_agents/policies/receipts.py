@@ -13,6 +13,11 @@ import numpy.typing as npt
 from cacheslide_agents.backend import ChunkOutcome, ChunkState, Receipt
 from cacheslide_agents.chunks import Span
 from cacheslide_agents.policies.base import Plan
+from cacheslide_agents.policies.outcomes import outcome_of
+from cacheslide_agents.prompt.masks import running_total
+
+PREFIX_CACHE = "prefix_cache"
+"""Reason of a request of which the engine's own prefix cache had more than the plan."""
 
 
 def build_receipt(
@@ -26,22 +31,28 @@ def build_receipt(
     compute_s: float = 0.0,
     wait_s: float = 0.0,
     peak_kv_bytes: int = 0,
+    prefix: int = 0,
 ) -> Receipt:
     """`active`: prompt indices computed at the last layer. `rows_per_layer`: rows each layer ran.
 
     Tokens are counted at the last layer: reused ones were taken from the store and not computed
     there. The compute fraction counts all layers, and what a selector's probe ran. Time spent in a
-    queue and until the first token is known to the backend alone, later.
+    queue and until the first token is known to the backend alone, later. `prefix`: first tokens of
+    the prompt that the engine's own prefix cache had; they are reused, whatever the plan says.
     """
     computed = np.zeros(len(plan.ids), dtype=np.bool_)
     computed[active] = True
-    reused = plan.hit & ~computed
+    hit = plan.hit | (np.arange(len(plan.ids)) < prefix)
+    reused = hit & ~computed
+    outcome, reason = plan.outcome, plan.reason
+    if outcome == "cold" and hit.any():
+        outcome, reason = outcome_of(hit, plan.spans), PREFIX_CACHE
     work = sum(rows_per_layer) + plan.probe_layer_tokens
     return Receipt(
         request_id=request_id,
         policy=plan.policy.name,
-        outcome=plan.outcome,
-        reason=plan.reason,
+        outcome=outcome,
+        reason=reason,
         prompt_tokens=len(plan.ids),
         reused_tokens=int(reused.sum()),
         active_tokens=int(computed.sum()),
@@ -52,35 +63,33 @@ def build_receipt(
         compute_s=compute_s,
         wait_s=wait_s,
         peak_kv_bytes=peak_kv_bytes,
-        chunks=(*_chunks(plan, reused), *plan.vanished),
+        chunks=(*_chunks(plan, hit, reused), *plan.vanished),
     )
 
 
-def _chunks(plan: Plan, reused: npt.NDArray[np.bool_]) -> list[ChunkOutcome]:
-    taken, kept = _running_total(plan.hit), _running_total(reused)
+def _chunks(
+    plan: Plan, hit: npt.NDArray[np.bool_], reused: npt.NDArray[np.bool_]
+) -> list[ChunkOutcome]:
+    taken, kept = running_total(hit), running_total(reused)
     starts = np.array([planned.run.start for planned in plan.runs], dtype=np.int64)
     outcomes = []
     for span in plan.spans:
         hits = int(taken[span.stop] - taken[span.start])
         still = int(kept[span.stop] - kept[span.start])
+        state = _state(span, hits, len(plan.ids))
         outcomes.append(
             ChunkOutcome(
                 id=span.id,
                 role=span.role,
                 tokens=len(span),
-                outcome=_state(span, hits, len(plan.ids)),
+                outcome=state,
                 shift=_shift(plan, span, starts) if hits else None,
                 reused=still,
                 corrected=hits - still,
-                reason=plan.chunk_reasons.get(span.id, ""),
+                reason="" if state == "hit" else plan.chunk_reasons.get(span.id, ""),
             )
         )
     return outcomes
-
-
-def _running_total(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """[n + 1]: how many are true before each index."""
-    return np.concatenate(([0], np.cumsum(mask)))
 
 
 def _state(span: Span, hits: int, length: int) -> ChunkState:
@@ -91,8 +100,9 @@ def _state(span: Span, hits: int, length: int) -> ChunkState:
 
 
 def _shift(plan: Plan, span: Span, starts: npt.NDArray[np.int64]) -> int:
-    """Shift of the first run that reaches into `span`, which one does."""
+    """Shift of the first run that reaches into `span`; what no run does has not moved."""
     before = max(0, int(np.searchsorted(starts, span.start, side="right")) - 1)
-    while plan.runs[before].run.stop <= span.start:
-        before += 1
-    return plan.runs[before].run.shift
+    for planned in plan.runs[before:]:
+        if planned.run.stop > span.start:
+            return planned.run.shift if planned.run.start < span.stop else 0
+    return 0

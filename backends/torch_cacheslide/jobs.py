@@ -7,37 +7,31 @@ only while no job waits, and gives way to one that comes.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Hashable
 from dataclasses import dataclass, field
-from itertools import count
-from queue import PriorityQueue, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 from threading import Condition, Event, Thread
 from time import perf_counter
 from typing import Any
 
 from cacheslide_agents.errors import BackendError
+from cacheslide_agents.streams import CallOff, End, Sink, apiped, piped, send
 
 log = logging.getLogger(__name__)
-Sink = Callable[[Any], None]
 Interrupt = Callable[[], None]
-IdleWork = Callable[[Interrupt], None]
-"""Calls what it is given now and then: that raises `Abandoned` when a request has come."""
+"""Called now and then by work that may have to give way: it then raises."""
+IdlePiece = Callable[[Interrupt], None]
 MOST_IDLE = 64
 """Pieces of idle work that may wait; what comes on top is not taken."""
-_REQUEST, _END, _IDLE = range(3)
 
 
 class Abandoned(Exception):
     """Idle work must end now; it starts again, from its beginning, when nothing else waits."""
-
-
-@dataclass(frozen=True)
-class _End:
-    error: BaseException | None = None
 
 
 @dataclass
@@ -50,78 +44,52 @@ class Job:
     submitted: float = field(default_factory=perf_counter)
 
     def emit(self, item: object) -> None:
-        try:
-            self.sink(item)
-        except RuntimeError:  # the consumer's event loop is gone
+        if not send(self.sink, item):
             self.cancelled.set()
 
 
-@dataclass(order=True, frozen=True)
-class _Entry:
-    """The queue's order: requests first, then the end of the worker, then idle work."""
-
-    priority: int
-    number: int
-    job: Job | None = field(default=None, compare=False)
-    idle: tuple[Hashable, IdleWork] | None = field(default=None, compare=False)
-
-
-class Engine:
+class JobQueue:
     """A queue with one worker. `close` makes queued jobs fail with `BackendError`.
 
     What is not closed is closed when the process exits: a thread that computes while the
-    interpreter goes down would abort the process.
+    interpreter goes down would abort the process. The worker keeps the queue alive until `end`.
     """
 
     def __init__(self, name: str) -> None:
-        self._entries: PriorityQueue[_Entry] = PriorityQueue()
-        self._numbers = count()
+        self._jobs: deque[Job] = deque()
+        self._pieces: deque[tuple[Hashable, IdlePiece]] = deque()
+        self._calls: SimpleQueue[None] = SimpleQueue()  # one for each of them, one for the end
         self._state = Condition()
         self._closed = False
-        self._waiting = 0
         self._running: Job | None = None
         self._idle: set[Hashable] = set()
         self._counts = {"idle_done": 0, "idle_abandoned": 0, "idle_failed": 0}
+        self._owner = os.getpid()
         self._worker = Thread(target=self._serve, name=name, daemon=True)
         self._worker.start()
-        atexit.register(self._close_at_exit, os.getpid())
+        atexit.register(self.close)
 
-    def stream(self, work: Callable[[Job], None]) -> Iterator[Any]:
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._jobs)
+
+    def stream(self, work: Callable[[Job], None]) -> Generator[Any, None, None]:
         """Run `work(job)` on the worker; yields what it emits."""
-        items: SimpleQueue[Any] = SimpleQueue()
-        job = self._submit(Job(work, items.put))
-        try:
-            while not isinstance(item := items.get(), _End):
-                yield item
-            if item.error is not None:
-                raise item.error
-        finally:
-            job.cancelled.set()
+        return piped(partial(self._begin, work))
 
-    async def astream(self, work: Callable[[Job], None]) -> AsyncGenerator[Any, None]:
+    def astream(self, work: Callable[[Job], None]) -> AsyncGenerator[Any, None]:
         """The same for asyncio; cancelling the task cancels the job."""
-        loop = asyncio.get_running_loop()
-        items: asyncio.Queue[Any] = asyncio.Queue()
+        return apiped(partial(self._begin, work))
 
-        def sink(item: object) -> None:
-            loop.call_soon_threadsafe(items.put_nowait, item)
-
-        job = self._submit(Job(work, sink))
-        try:
-            while not isinstance(item := await items.get(), _End):
-                yield item
-            if item.error is not None:
-                raise item.error
-        finally:
-            job.cancelled.set()
-
-    def idle(self, key: Hashable, work: IdleWork) -> bool:
+    def idle(self, key: Hashable, work: IdlePiece) -> bool:
         """Run `work` when no job waits; false if work of this key waits already, or too much."""
         with self._state:
             if self._closed or key in self._idle or len(self._idle) >= MOST_IDLE:
                 return False
             self._idle.add(key)
-            self._entries.put(_Entry(_IDLE, next(self._numbers), idle=(key, work)))
+            self._pieces.append((key, work))
+            self._calls.put(None)
         return True
 
     def settle(self, timeout: float | None = None) -> bool:
@@ -135,23 +103,28 @@ class Engine:
             return {"idle_waiting": float(len(self._idle)), **self._counts}
 
     def close(self) -> None:
-        """Cancel the running job, fail the queued ones, drop idle work; safe to call twice."""
+        """As `end`, and wait until the worker is gone."""
+        self.end()
+        self._worker.join()
+
+    def end(self) -> None:
+        """Cancel the running job, fail the queued ones, drop idle work; safe to call twice.
+
+        Waits for nothing, and so may be called while garbage is collected, in whatever thread. A
+        forked child has no worker, and perhaps a lock that nobody will release.
+        """
+        if os.getpid() != self._owner:
+            return
         with self._state:
             if self._closed:
                 return
             self._closed = True
             if self._running is not None:
                 self._running.cancelled.set()
-            self._entries.put(_Entry(_END, next(self._numbers)))
-        self._worker.join()
-        atexit.unregister(self._close_at_exit)
+            self._calls.put(None)
 
-    def _close_at_exit(self, owner: int) -> None:
-        """A forked child has no worker, and perhaps a lock that nobody will release."""
-        if os.getpid() == owner:
-            self.close()
-
-    def _submit(self, job: Job) -> Job:
+    def _begin(self, work: Callable[[Job], None], sink: Sink) -> CallOff:
+        job = Job(work, sink)
         with self._state:
             if self._closed:
                 raise BackendError("this backend is closed; make a new one")
@@ -160,31 +133,32 @@ class Engine:
                     "this backend's worker thread is not in this process: threads stay behind when "
                     "a process forks; load the backend in the process that uses it"
                 )
-            self._waiting += 1
-            self._entries.put(_Entry(_REQUEST, next(self._numbers), job))
-        return job
+            self._jobs.append(job)
+            self._calls.put(None)
+        return job.cancelled.set
 
     def _serve(self) -> None:
+        """Requests first, then the end, then idle work."""
         while True:
-            entry = self._entries.get()
-            if entry.job is not None:
-                self._answer(entry.job)
-            elif entry.idle is not None:
-                self._run_idle(entry, *entry.idle)
-            else:
+            self._calls.get()
+            if self._jobs:
+                self._answer(self._jobs.popleft())
+            elif self._closed:
                 break
-            del entry  # while it waits, the worker keeps no request and no model alive
+            else:
+                self._run_idle(*self._pieces.popleft())
         with self._state:
+            self._pieces.clear()
             self._idle.clear()
             self._state.notify_all()
+        atexit.unregister(self.close)
 
     def _answer(self, job: Job) -> None:
         with self._state:
-            self._waiting -= 1
             self._running = job
             if self._closed:
                 job.cancelled.set()
-        job.emit(_End(self._run(job)))
+        job.emit(End(self._run(job)))
         with self._state:
             self._running = None
 
@@ -198,7 +172,7 @@ class Engine:
             return caught
         return None
 
-    def _run_idle(self, entry: _Entry, key: Hashable, work: IdleWork) -> None:
+    def _run_idle(self, key: Hashable, work: IdlePiece) -> None:
         try:
             self._interrupt()
             work(self._interrupt)
@@ -211,12 +185,13 @@ class Engine:
         with self._state:
             self._counts[f"idle_{outcome}"] += 1
             if outcome == "abandoned" and not self._closed:
-                self._entries.put(entry)
+                self._pieces.appendleft((key, work))
+                self._calls.put(None)
                 return
             self._idle.discard(key)
             self._state.notify_all()
 
     def _interrupt(self) -> None:
         with self._state:
-            if self._waiting or self._closed:
+            if self.waiting or self._closed:
                 raise Abandoned
