@@ -75,8 +75,8 @@ def _move(
 ) -> None:
     geometry, _, _ = disk.extents[number]
     places = disk.needs.within(number)
-    if any(place not in at or at[place].busy for place in places):
-        return  # also needed by a context that was replaced, or in use
+    if not all(place in at and _can_move(disk, place, at[place]) for place in places):
+        return  # it would lie there twice, or it is in use
     staging = Arena.staging(geometry, len(places))
     pages = [
         [staging.page(slot, at) for at in range(geometry.layers)] for slot in range(len(places))
@@ -97,6 +97,15 @@ def _move(
             owner.row = None
             holdings.uncommitted[owner] = None
     spiller.must_commit("what was compacted lies there twice")
+
+
+def _can_move(disk: Disk, place: Place, block: Block) -> bool:
+    """Whether nobody needs `place` any more once the contexts that own `block` are committed anew:
+    not where one of them cannot be yet, or where a context that was replaced still stands there.
+    """
+    rows = sum(owner.row is not None for owner in block.owners)
+    settled = all(owner.saved for owner in block.owners)
+    return settled and not block.busy and disk.needs.times(place) == 1 + rows
 
 
 def _written(disk: Disk, geometry: Geometry, pages: list[list[Page]]) -> ExtentRow:

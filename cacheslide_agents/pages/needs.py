@@ -28,6 +28,10 @@ class Needs:
             del self._of[place]
             self._live[place.extent] -= 1
 
+    def times(self, place: Place) -> int:
+        """How many need `place`."""
+        return self._of[place]
+
     def count(self, extent: int) -> int:
         """How many places of `extent` are needed."""
         return self._live[extent]
