@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cacheslide_agents.errors import PageError, StoreError
-from cacheslide_agents.pages import EVICTIONS, SlideStore, StoredContext
+from cacheslide_agents.pages import EVICTIONS, Lru, SlideStore, StoredContext
 
 
 def _support(name: str) -> Any:
@@ -254,7 +254,7 @@ def test_what_cannot_be_committed_anew_is_not_written_twice() -> None:
     machine = ShortOfDisk()
     machine.begin(seed=0, session="a", tokens=33)
     machine.begin(seed=0, session="b", tokens=17)
-    machine.restart(eviction=Lru(write_through=False, packs=False, writes_to_read=True))
+    machine.restart(eviction=Lru())
     machine.go_on(corrected=0.05, new=1, removed=0, session="a", source="a")
     machine.flush()
     machine.go_on(corrected=0.0, new=1, removed=0, session="a", source="a")
