@@ -237,13 +237,15 @@ def test_a_conversion_goes_on_with_the_stage_that_is_missing(
     data, out = tmp_path / "data", tmp_path / "out"
     assert checkout.run("convert", str(data), str(out)).returncode == 0
     stages = [line.split()[0] for line in checkout.asked("--out")]
-    assert stages == ["record", "train", "train"]
-    second = checkout.asked("--start")[0]
-    assert f"--start {out}/text/adapter --requests {out}/answers.jsonl" in second
+    assert stages == ["record", "train", "train", "train"]
+    starts = [line.split("--start ")[1].split()[0] for line in checkout.asked("--start")]
+    assert starts == [f"{out}/text/adapter", f"{out}/agent/adapter"]
+    assert all(f"--requests {out}/answers.jsonl" in line for line in checkout.asked("--start"))
     (out / "text" / "model").mkdir(parents=True)
     assert checkout.run("convert", str(data), str(out)).returncode == 0
     assert checkout.asked("train --out") == checkout.asked("--start")
-    (out / "agent" / "model").mkdir(parents=True)
+    for stage in ("agent", "both"):
+        (out / stage / "model").mkdir(parents=True)
     assert checkout.run("convert", str(data), str(out)).returncode == 0
     assert not checkout.asked("--out")
     assert "usage: scripts/convert DATA OUT" in checkout.run("convert", str(data)).stderr

@@ -172,6 +172,13 @@ def test_layers_read_ahead_are_those_read_when_they_are_due(bench: Bench) -> Non
     assert all(answer.equals(first) for answer in others)
 
 
+def assert_left_to_vllm(answer: Any, dense: Any) -> None:
+    """No context is known any more; vLLM itself still has the first tokens of the turn before."""
+    assert (answer.receipt.outcome, answer.receipt.reason) == ("partial", "prefix_cache")
+    assert answer.receipt.exact
+    assert answer.tokens == dense.tokens
+
+
 def test_a_page_file_that_is_not_as_it_was_written(bench: Bench) -> None:
     namespace = uuid4().hex
     dense = bench.moved(3, namespace, Recompute())
@@ -186,7 +193,7 @@ def test_a_page_file_that_is_not_as_it_was_written(bench: Bench) -> None:
     assert_dense(bench.moved(3, namespace), "PageError", dense)
     assert fallbacks(bench, "PageError") == before + 1
     assert bench.backend.metrics()["misses_torn"] >= 1
-    assert bench.moved(3, namespace).receipt.outcome == "cold"
+    assert_left_to_vllm(bench.moved(3, namespace), dense)
 
 
 def test_nan_in_a_page_in_memory(bench: Bench) -> None:
@@ -197,7 +204,7 @@ def test_nan_in_a_page_in_memory(bench: Bench) -> None:
     before = fallbacks(bench, "NonFiniteError")
     assert_dense(bench.moved(4, namespace), "NonFiniteError", dense)
     assert fallbacks(bench, "NonFiniteError") == before + 1
-    assert bench.moved(4, namespace).receipt.outcome == "cold"
+    assert_left_to_vllm(bench.moved(4, namespace), dense)
 
 
 def test_a_store_folder_that_goes_while_it_is_used(bench: Bench) -> None:
