@@ -95,17 +95,18 @@ def test_a_second_run_asks_only_what_is_missing(model: Path, data: Path, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "line, wrong",
+    "content, wrong",
     [
-        ({"id": "q0", "model": "another"}, "is an answer of 'another'"),
-        ({"text": "a book"}, "is no record of an answer"),
+        (b'{"id": "q0", "model": "another"}', "is an answer of 'another'"),
+        (b'{"text": "a book"}', "is no record of an answer"),
+        (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
 def test_a_file_that_holds_something_else_stays_as_it_is(
-    line: dict[str, str], wrong: str, model: Path, data: Path, tmp_path: Path
+    content: bytes, wrong: str, model: Path, data: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "log.jsonl"
-    out.write_text(json.dumps(line))
+    out.write_bytes(content)
     refused = record(model, data, out)
     assert refused.exit_code == 2 and wrong in refused.stderr
-    assert out.read_text() == json.dumps(line)
+    assert out.read_bytes() == content

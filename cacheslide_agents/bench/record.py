@@ -62,13 +62,20 @@ def _write(out: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 def _known(out: Path, model: str) -> dict[str, dict[str, Any]]:
     """The lines in the file, by id."""
-    known: dict[str, dict[str, Any]] = {}
-    for where, found in json_lines(out) if out.exists() else ():
+    if not out.exists():
+        return {}
+    try:
+        return {line["id"]: line for line in _checked(out, model)}
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{out} cannot be read ({error}); {MEND}") from error
+
+
+def _checked(out: Path, model: str) -> Iterator[dict[str, Any]]:
+    for where, found in json_lines(out):
         if not isinstance(found, dict) or not isinstance(found.get("id"), str):
             raise DataError(f"{where} is no record of an answer; {MEND}")
         if found.get("model") != model:
             raise DataError(
                 f"{where} is an answer of {found.get('model')!r}, not of {model!r}; {MEND}"
             )
-        known[found["id"]] = found
-    return known
+        yield found
