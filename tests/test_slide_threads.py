@@ -293,6 +293,17 @@ def test_two_reads_that_wait_bring_a_block_to_memory_once(
         assert store.metrics()["memory_bytes"] == 0
 
 
+def put_side_by_side(
+    store: SlideStore, held: HeldWriter, threads: ThreadPoolExecutor, turns: list[Any]
+) -> None:
+    """All of `turns` while a write is under way; they wait for its end, and are stored."""
+    assert held.writing.wait(60)
+    puts = [threads.submit(store.put, turn.context, turn.layers) for turn in turns]
+    assert not is_done_in_a_while(*puts)
+    held.go_on.set()
+    assert all(put.result(60) for put in puts)
+
+
 def test_two_puts_of_one_session_that_wait_leave_one_context(
     tmp_path: Path, world: Any, held: HeldWriter, threads: ThreadPoolExecutor
 ) -> None:
@@ -301,11 +312,7 @@ def test_two_puts_of_one_session_that_wait_leave_one_context(
     turns = [world.first_turn(rng, 4 * PAGE_TOKENS, "agent") for _ in range(2)]
     with opened(world, tmp_path) as store:
         put_all(store, filler)
-        assert held.writing.wait(60)
-        puts = [threads.submit(store.put, turn.context, turn.layers) for turn in turns]
-        assert not is_done_in_a_while(*puts)
-        held.go_on.set()
-        assert all(put.result(60) for put in puts)
+        put_side_by_side(store, held, threads, turns)
         (stored,) = [turn for turn in turns if turn.context in store.contexts()]
         assert world.same(store, stored)
 
@@ -319,11 +326,7 @@ def test_a_quota_holds_for_puts_that_wait_side_by_side(
     quota = 16 * world.BLOCK_BYTES
     with opened(world, tmp_path, 12, namespace_quota_bytes=quota) as store:
         put_all(store, filler)
-        assert held.writing.wait(60)
-        puts = [threads.submit(store.put, turn.context, turn.layers) for turn in turns]
-        assert not is_done_in_a_while(*puts)
-        held.go_on.set()
-        assert all(put.result(60) for put in puts)
+        put_side_by_side(store, held, threads, turns)
         entries = store._holdings.catalog.entries()
         assert sum(entry.nbytes for entry in entries) <= quota
         assert {context.session for context in store.contexts()} == {"a", "b"}

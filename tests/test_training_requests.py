@@ -42,11 +42,9 @@ def tokenizer(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.jsonl"
-    words = np.random.default_rng(1).choice(["one", "two", "three", "more", "less"], (30, 40))
-    path.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
-    return path
+def text(tmp_path_factory: pytest.TempPathFactory, support: Callable[[str], ModuleType]) -> Path:
+    found: Path = support("tiny_data").write_words(tmp_path_factory.mktemp("text"))
+    return found
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def asked(data: Path, limits: Limits, seed: int) -> Iterator[Asked]:
     for number, question in enumerate(trained_on(corpus.questions)):
         few = _few(question, random)
         known = recorded.get(question.id, (REFLECTION,))
-        examples = [one for one in corpus.examples if one.id != question.id]
+        examples = corpus.examples_for(question)
         for name, passages, again in (("all", question.paragraphs, 1), ("few", few, 0)):
             lessons = known if number % 2 == again else ()
             prompt = reflexion_prompt(replace(question, paragraphs=passages), lessons, examples)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 QUESTIONS = [
     {
         "id": f"q{number}",
@@ -86,6 +88,14 @@ def trajectory(name: str, exchanges: int, issue: str = "Sums are wrong.") -> dic
 
 
 TRAJECTORIES = [trajectory("long", 12), trajectory("brief", 5)]
+
+
+def write_words(folder: Path) -> Path:
+    """Text to train on: thirty lines of forty words, of five that there are."""
+    path = folder / "text.jsonl"
+    words = np.random.default_rng(1).choice(["one", "two", "three", "more", "less"], (30, 40))
+    path.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
+    return path
 
 
 def write_tiny_data(folder: Path) -> Path:

@@ -76,7 +76,7 @@ def _reflexion(data: Path, limits: Limits) -> Iterator[Draft]:
     recorded = corpus.first_reflections()
     for question in corpus.questions:
         known = recorded.get(question.id, (REFLECTION,))
-        build = partial(_attempts, question, known, corpus.examples, limits)
+        build = partial(_attempts, question, known, corpus.examples_for(question), limits)
         yield Draft(question.id, 2, "reflexion", build)
 
 
@@ -86,9 +86,7 @@ def _attempts(
     examples: Sequence[HotpotQuestion],
     limits: Limits,
 ) -> Turn | None:
-    """A question that is a worked example itself goes without it: it gives the answer away."""
-    others = [one for one in examples if one.id != question.id]
-    old, new = (reflexion_prompt(question, known, others) for known in ((), reflections))
+    old, new = (reflexion_prompt(question, known, examples) for known in ((), reflections))
     if not (limits.fits(old) and limits.fits(new)):
         return None
     return Turn(question.id, 2, "reflexion", old, new, (question.answer,))

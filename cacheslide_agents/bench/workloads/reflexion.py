@@ -59,6 +59,10 @@ class Corpus:
     def question(self, run: ReflexionRun) -> HotpotQuestion:
         return self._by_id[run.hotpotqa_id]
 
+    def examples_for(self, question: HotpotQuestion) -> list[HotpotQuestion]:
+        """A question that is a worked example itself goes without it: it gives the answer away."""
+        return [one for one in self.examples if one.id != question.id]
+
     def first_reflections(self) -> dict[str, tuple[str, ...]]:
         """By question, those of the first trial that had any."""
         found: dict[str, tuple[str, ...]] = {}
